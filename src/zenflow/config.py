@@ -1,0 +1,130 @@
+"""What a user may choose, each field with its unit, default and reason."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZenFlowConfig:
+    """Settings of :class:`zenflow.ZenFlowAdamW`. Frozen, keyword-only, refused early.
+
+    Key names are those of the ZenFlow paper (arXiv:2505.12242) and of DeepSpeed's JSON.
+
+    Raises:
+        ValueError: for a value outside the range that its field states.
+    """
+
+    topk_ratio: float = 0.1
+    """Share of each weight's channels (columns) that is updated on the device in every step, 0 to
+    1. 0 defers every channel; 1 is plain AdamW on the device. Default 0.1, the paper's: its few
+    channels carry most of the gradient's energy at 12 bytes of device memory per selected
+    weight."""
+
+    update_interval: int | Auto = "auto"
+    """Steps of gradients (>= 1) that a segment gathers before it is swept on the host, or "auto":
+    the smallest that does not stall, up to ``max_update_interval``. Default "auto", because the
+    smallest staleness that does not stall is the right one and depends on the machine. Synchronous,
+    "auto" is 1: there is nothing to hide."""
+
+    max_update_interval: int = 4
+    """Upper bound (steps, >= 1) for ``update_interval="auto"``, and so for the staleness. Default
+    4, the paper's steady state. Without effect for an integer ``update_interval``."""
+
+    select_interval: int | Auto = "auto"
+    """Steps (>= 1) between two scorings of a weight's channels, or "auto": 4 to 64, longer while
+    the selection is stable. Default "auto": important channels are stable, so scoring can be
+    rare."""
+
+    full_warm_up_rounds: int = 0
+    """Number of first steps (>= 0) run synchronously, with every gradient applied before ``step()``
+    returns. Default 0; raise it where training starts from random weights."""
+
+    overlap_step: bool = True
+    """True: sweeps run beside the next step and are published in the next ``step()``. False: a due
+    sweep is published before ``step()`` returns; with ``update_interval=1`` that is exact AdamW."""
+
+    update_rule: Literal["replay", "accumulate"] = "replay"
+    """"replay" applies each gathered gradient as its own AdamW sub-step with its own step's lr.
+    "accumulate" is the paper's rule, one update with the window's mean gradient, kept for
+    comparison: deferred weights then learn about ``update_interval`` times slower. Default
+    "replay"."""
+
+    lookahead: bool = True
+    """Publish weights extrapolated by their expected delay; the master stays exact. Default True:
+    it removed most of what staleness cost in our measurements (docs/design.md). Without effect
+    where nothing is stale."""
+
+    host_threads: int | Auto = "auto"
+    """Host worker threads (>= 1), or "auto": half of the allowed cores beside an accelerator, a
+    quarter where the CPU is the device and has to compute too, all of them when synchronous; at
+    least 1 and at most 8, since few threads fill a memory bus."""
+
+    def __post_init__(self) -> None:
+        _check_number("topk_ratio", self.topk_ratio, 0, 1)
+        _check_int("update_interval", self.update_interval, 1, auto=True)
+        _check_int("max_update_interval", self.max_update_interval, 1)
+        _check_int("select_interval", self.select_interval, 1, auto=True)
+        _check_int("full_warm_up_rounds", self.full_warm_up_rounds, 0)
+        _check_bool("overlap_step", self.overlap_step)
+        _check_choice("update_rule", self.update_rule, ("replay", "accumulate"))
+        _check_bool("lookahead", self.lookahead)
+        _check_int("host_threads", self.host_threads, 1, auto=True)
+
+    @classmethod
+    def of(cls, config: "ZenFlowConfig | Mapping[str, Any] | None") -> "ZenFlowConfig":
+        """A config from a config, from a mapping with the same keys, or the defaults from None.
+
+        Raises:
+            ValueError: for an unknown key or a value out of range.
+        """
+        if config is None:
+            return cls()
+        if isinstance(config, cls):
+            return config
+        if not isinstance(config, Mapping):
+            raise ValueError(
+                f"config={config!r} is a {type(config).__name__}; "
+                "pass a ZenFlowConfig, a mapping with its keys, or None"
+            )
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [key for key in config if key not in known]
+        if unknown:
+            raise ValueError(f"unknown ZenFlow config keys {unknown!r}; legal keys: {known}")
+        return cls(**config)
+
+    @property
+    def interval_bound(self) -> int:
+        """The largest update interval that this config can lead to, in steps."""
+        return self.max_update_interval if self.update_interval == "auto" else self.update_interval
+
+
+def _refuse(name: str, value: object, legal: str) -> None:
+    raise ValueError(f"{name}={value!r} is not legal; it takes {legal}")
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    legal = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not legal or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type, operator]
+        _refuse(name, value, f"a number from {low} to {high}")
+
+
+def _check_int(name: str, value: object, low: int, *, auto: bool = False) -> None:
+    if auto and isinstance(value, str) and value == "auto":
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        _refuse(name, value, f"an int >= {low}" + (' or "auto"' if auto else ""))
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        _refuse(name, value, "True or False")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        _refuse(name, value, " or ".join(repr(choice) for choice in choices))

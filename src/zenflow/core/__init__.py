@@ -1,0 +1,1 @@
+"""The pure vocabulary: tensors and numbers in, tensors and numbers out. No streams, no threads."""

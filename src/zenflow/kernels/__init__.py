@@ -1,0 +1,1 @@
+"""Arithmetic on raw tensors: the torch reference, and later its native twins."""

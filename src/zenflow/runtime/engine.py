@@ -1,0 +1,227 @@
+"""The engine: carries out one step in the order that docs/design.md states."""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zenflow.config import ZenFlowConfig
+from zenflow.core.auto import Sample
+from zenflow.core.channels import channel_view, is_split
+from zenflow.core.rules import SubStep
+from zenflow.core.selection import num_selected
+from zenflow.runtime import device_ops
+from zenflow.runtime.controller import Controller, make_controller
+from zenflow.runtime.device_ops import DeviceUpdate
+from zenflow.runtime.pipeline import HostPipeline
+from zenflow.runtime.platform import Platform
+from zenflow.runtime.stats import Meter, StepStats
+from zenflow.runtime.weight import Resident, Weight
+
+_log = logging.getLogger("zenflow")
+
+
+class Gradient(NamedTuple):
+    """One parameter's gradient, owned by the runtime, with its group's present hyperparameters.
+
+    Attributes:
+        hyper: a sub-step whose count is not set yet.
+        name: for messages.
+    """
+
+    param: Tensor
+    grad: Tensor
+    hyper: SubStep
+    name: str
+
+
+class Engine:
+    """Owns everything below the optimizer.
+
+    Args:
+        platform: what it runs on; the engine closes it.
+        config: the user's choices.
+    """
+
+    def __init__(self, platform: Platform, config: ZenFlowConfig) -> None:
+        self.platform = platform
+        self.config = config
+        self.controller: Controller = make_controller(config)
+        self.meter = Meter(platform.clock)
+        self.pipeline = HostPipeline(platform, config, self.meter)
+        self.residents: dict[Tensor, Resident] = {}
+        self.weights: dict[Tensor, Weight] = {}
+        self.stats = StepStats()
+        self.step_index = 0
+        self._model_bytes = 0
+        self._selected_channels = 0
+        self._sweeps_begun_s: float | None = None
+        self._closed = False
+
+    def add_parameters(self, params: Sequence[Tensor]) -> None:
+        """Register parameters, once each. State is created with a parameter's first gradient."""
+        weights = []
+        for param in params:
+            if is_split(param, self.config.topk_ratio):
+                view = channel_view(param.detach())
+                k = num_selected(view.shape[1], self.config.topk_ratio)
+                weight = self.weights[param] = Weight(param, view, len(self.weights), k)
+                weights.append(weight)
+            else:
+                self.residents[param] = Resident(param)
+        if weights:
+            self.pipeline.add(weights)
+
+    def step(self, gradients: Sequence[Gradient]) -> None:
+        """Apply one step's gradients; see docs/design.md, "Exact semantics".
+
+        Raises:
+            HostWorkError: if a sweep failed or a worker died, now or earlier.
+        """
+        self.pipeline.raise_if_failed()
+        self.platform.device.mark().wait()
+        self.meter.reset()
+        if not gradients or self._skips(gradients):
+            return
+        self.step_index += 1
+        warm_up = self.step_index <= self.config.full_warm_up_rounds
+        overlap = self.config.overlap_step and not warm_up
+        self.pipeline.publish_in_flight()
+        self._measure_window()
+        interval = 1 if warm_up else self.controller.interval(self.step_index)
+        self._adopt_selections()
+        self._take(gradients)
+        if overlap:
+            self._sweeps_begun_s = self.platform.clock()
+        self.pipeline.sweep_due(self.step_index, interval, overlap=overlap)
+        if not overlap:
+            self.pipeline.publish_in_flight()
+        self._set_stats(interval)
+
+    def synchronize(self) -> None:
+        """Apply and publish every gradient so far; device weights then are their masters,
+        rounded."""
+        self.pipeline.raise_if_failed()
+        self.pipeline.drain()
+        self._sweeps_begun_s = None
+        self.stats = self.stats.replaced(staleness_steps=0)
+
+    def close(self, *, drain: bool = True) -> None:
+        """End the workers, after draining if that is asked for and possible. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if drain:
+                self.synchronize()
+        except Exception:
+            _log.warning("closed without the pending deferred updates", exc_info=True)
+        finally:
+            self.platform.workers.close()
+            self.platform.release()
+
+    def _skips(self, gradients: Sequence[Gradient]) -> bool:
+        bad = self._nonfinite(gradients)
+        if bad:
+            _log.warning(
+                "step skipped, nothing was changed: the gradient is not finite of %s",
+                ", ".join(bad),
+            )
+            self.stats = self.stats.of_skipped_step()
+        return bool(bad)
+
+    def _nonfinite(self, gradients: Sequence[Gradient]) -> list[str]:
+        device = self.platform.device
+        norms = device.empty((len(gradients),), torch.float32)
+        device.run(device_ops.norms, [g.grad for g in gradients], norms)
+        suspects = (~torch.isfinite(device.read(norms))).nonzero().flatten().tolist()
+        names = []
+        for i in suspects:
+            count = device.empty((), torch.int64)
+            device.run(device_ops.count_nonfinite, gradients[i].grad, count)
+            if device.read(count).item():
+                names.append(gradients[i].name)
+        return names
+
+    def _measure_window(self) -> None:
+        """Tell the controller how the previous step's sweeps fitted beside compute."""
+        if self._sweeps_begun_s is None or not self.meter.host_finished_s:
+            return
+        window_s = self.meter.begin_s - self._sweeps_begun_s
+        host_s = self.meter.host_finished_s - self._sweeps_begun_s
+        if self.meter.stall_s > 0:
+            host_s = max(host_s, window_s + self.meter.stall_s)
+        self.controller.observe(Sample(window_s, host_s))
+
+    def _adopt_selections(self) -> None:
+        for weight in self.weights.values():
+            selection = weight.selection
+            if selection is None:
+                continue
+            with self.meter.stall():
+                selection.arrive()
+            for segment in weight.segments:
+                if segment.adopted == selection.version or segment.oldest is not None:
+                    continue
+                assert weight.substep is not None
+                moved = segment.adopt(self.platform, selection.chosen, weight.substep)
+                segment.adopted = selection.version
+                if segment.start == 0:
+                    self.meter.reselected_channels += moved
+
+    def _take(self, gradients: Sequence[Gradient]) -> None:
+        """Selective update of every gradient, then a slot for what is deferred."""
+        updates: list[DeviceUpdate] = []
+        captures: list[tuple[Weight, Tensor]] = []
+        for gradient in gradients:
+            resident = self.residents.get(gradient.param)
+            if resident is not None:
+                if resident.state is None:
+                    self.begin_resident(resident)
+                updates.append(resident.update(gradient.grad, gradient.hyper))
+                continue
+            weight = self.weights[gradient.param]
+            grad = channel_view(gradient.grad)
+            self._select(weight, grad)
+            updates.extend(weight.updates(grad, gradient.hyper))
+            captures.append((weight, grad))
+        if updates:
+            self.platform.device.run(device_ops.update, updates)
+        for weight, grad in captures:
+            self.pipeline.capture(weight, grad, self.step_index)
+
+    def _select(self, weight: Weight, grad: Tensor) -> None:
+        if not weight.begun:
+            weight.begin(self.platform, grad, self.config.select_interval, self.step_index)
+            self.count_trained(weight.param, weight.num_selected)
+        elif weight.selection is not None and self.step_index >= weight.selection.due:
+            weight.selection.score(self.platform, grad, self.step_index)
+
+    def begin_resident(self, resident: Resident) -> None:
+        resident.begin(self.platform)
+        param = resident.param
+        self.count_trained(param, param.shape[1] if param.dim() >= 2 else 0)
+
+    def count_trained(self, param: Tensor, num_selected: int) -> None:
+        """Count a parameter whose state has just begun."""
+        self._model_bytes += param.numel() * param.element_size()
+        self._selected_channels += num_selected
+
+    def _set_stats(self, interval: int) -> None:
+        meter = self.meter
+        elapsed_s = self.platform.clock() - meter.begin_s
+        self.stats = StepStats(
+            step=self.step_index,
+            stall_s=meter.stall_s,
+            step_overhead_s=elapsed_s - meter.stall_s,
+            host_busy_s=meter.host_busy_s,
+            d2h_bytes=meter.d2h_bytes,
+            h2d_bytes=meter.h2d_bytes,
+            traffic_model_sizes=(meter.d2h_bytes + meter.h2d_bytes) / max(1, self._model_bytes),
+            update_interval=interval,
+            staleness_steps=self.pipeline.staleness(self.step_index),
+            selected_channels=self._selected_channels,
+            reselected_channels=meter.reselected_channels,
+        )

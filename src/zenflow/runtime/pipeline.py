@@ -1,0 +1,210 @@
+"""The host pipeline: slots in, sweeps beside the next step, publishes at step boundaries."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from torch import Tensor
+
+from zenflow.backends.ticket import FINISHED, Transfer
+from zenflow.config import ZenFlowConfig
+from zenflow.core import schedule
+from zenflow.core.rules import SubStep
+from zenflow.core.segments import plan_segments
+from zenflow.runtime.platform import Platform
+from zenflow.runtime.segment import Segment
+from zenflow.runtime.slots import BufferPool, Slot
+from zenflow.runtime.stats import Meter
+from zenflow.runtime.sweep import Sweep, SweepJob
+from zenflow.runtime.weight import Weight
+
+_DRAIN_DEPTH_PER_THREAD = 2
+"""Sweeps in flight for each worker while draining: keeps workers busy and staging small."""
+
+
+class HostWorkError(RuntimeError):
+    """A sweep failed or its worker died: deferred state is lost, so training cannot go on."""
+
+
+class Table:
+    """The segments registered together, in order, with their phases for each update interval."""
+
+    def __init__(self, segments: list[Segment], numels: list[int]) -> None:
+        self.segments = segments
+        self._numels = numels
+        self._phases: dict[int, list[int]] = {}
+
+    def phases(self, update_interval: int) -> list[int]:
+        if update_interval not in self._phases:
+            self._phases[update_interval] = schedule.phases(self._numels, update_interval)
+        return self._phases[update_interval]
+
+
+class HostPipeline:
+    """Owns the segment tables, the slot pool and what is in flight.
+
+    Args:
+        platform: what it runs on.
+        config: the user's choices.
+        meter: where waiting and traffic are counted.
+    """
+
+    def __init__(self, platform: Platform, config: ZenFlowConfig, meter: Meter) -> None:
+        self.platform = platform
+        self.config = config
+        self.meter = meter
+        self.tables: list[Table] = []
+        self.pool = BufferPool(platform.storage.buffer)
+        self._copies: list[Transfer] = []
+        self._failure: Exception | None = None
+
+    @property
+    def segments(self) -> Iterator[Segment]:
+        return (segment for table in self.tables for segment in table.segments)
+
+    def add(self, weights: Sequence[Weight]) -> None:
+        """Cut weights into segments, as one table."""
+        blocks = plan_segments([(w.view.shape[0], w.view[0].numel()) for w in weights])
+        first_key = sum(len(table.segments) for table in self.tables)
+        segments = []
+        for key, block in enumerate(blocks, first_key):
+            weight = weights[block.weight]
+            segment = Segment(key, weight.view[block.start : block.stop], block.start, block.stop)
+            weight.segments.append(segment)
+            segments.append(segment)
+        self.tables.append(Table(segments, [block.numel for block in blocks]))
+
+    def capture(self, weight: Weight, grad: Tensor, step: int) -> None:
+        """Give each segment a slot with its rows of ``grad`` (the weight's view)."""
+        assert weight.substep is not None
+        self._copies = [copy for copy in self._copies if not copy.done()]
+        for segment in weight.segments:
+            rows = grad[segment.start : segment.stop]
+            copy = segment.capture(self.platform, self.pool, rows, weight.substep, step)
+            if not copy.done():
+                self._copies.append(copy)
+            self.meter.d2h_bytes += segment.deferred_numel * rows.element_size()
+
+    def put_slot(self, segment: Segment, step: int, substep: SubStep, grad: Tensor) -> None:
+        """Put back a saved gradient of the deferred channels, in ascending channel order."""
+        assert segment.channels is not None
+        buffer = self.pool.acquire(segment.host_shape, grad.dtype)
+        buffer.zero_()
+        buffer.index_copy_(1, segment.channels.deferred_places(), grad)
+        segment.waiting.append(Slot(step, substep, buffer, FINISHED, buffer))
+
+    def sweep_due(self, step: int, interval: int, *, overlap: bool) -> None:
+        """Start the sweep of every segment that is due at ``step``."""
+        delay = schedule.lookahead_steps(interval, overlap) if self.config.lookahead else 0.0
+        auto = self.config.update_interval == "auto"
+        max_age = max(interval, self.config.max_update_interval) if auto else interval
+        for table in self.tables:
+            for segment, phase in zip(table.segments, table.phases(interval), strict=True):
+                if segment.waiting and schedule.is_due(
+                    step, phase, interval, segment.waiting[0].step, max_age
+                ):
+                    self.start_sweep(segment, delay)
+
+    def start_sweep(self, segment: Segment, delay: float) -> None:
+        """Start the sweep of all waiting slots; without any, only write the weights again."""
+        accumulate = self.config.update_rule == "accumulate"
+        slots, segment.waiting = segment.waiting, []
+        if slots:
+            last = slots[-1].substep
+            segment.host_steps = segment.host_steps + 1 if accumulate else last.step
+            segment.last = last._replace(step=segment.host_steps)
+        assert segment.last is not None
+        link, device = self.platform.link, self.platform.device
+        dtype = segment.weight.dtype
+        job = SweepJob(
+            key=segment.key,
+            storage=self.platform.storage,
+            kernel=self.platform.kernel,
+            link=link,
+            clock=self.platform.clock,
+            slots=slots,
+            last=segment.last,
+            mean=accumulate,
+            delay=delay,
+            out=self.pool.acquire(segment.host_shape, dtype),
+            staging=None if link.shared else device.empty(segment.host_shape, dtype),
+            after=FINISHED if link.shared else device.mark(),
+        )
+        segment.extrapolated = delay != 0
+        segment.sweep = Sweep(job, self.platform.workers.submit(job))
+
+    def publish_in_flight(self) -> None:
+        """Publish every sweep in flight, waiting for those that are late."""
+        for segment in self.segments:
+            if segment.sweep is not None:
+                self._publish(segment, segment.sweep)
+
+    def drain(self) -> None:
+        """Apply and publish every slot, and publish exactly what was extrapolated."""
+        self.publish_in_flight()
+        depth = _DRAIN_DEPTH_PER_THREAD * self.platform.workers.num_threads
+        in_flight: deque[Segment] = deque()
+        for segment in self.segments:
+            if segment.waiting or segment.extrapolated:
+                self.start_sweep(segment, 0.0)
+                in_flight.append(segment)
+            if len(in_flight) >= depth:
+                self._publish_first(in_flight)
+        while in_flight:
+            self._publish_first(in_flight)
+
+    def settle(self) -> None:
+        """Wait until no worker touches host state; publishes nothing."""
+        for segment in self.segments:
+            if segment.sweep is not None:
+                self._await(segment, segment.sweep)
+
+    def staleness(self, step: int) -> int:
+        """Most steps that a visible weight lags behind AdamW after ``step``."""
+        oldest = [s.oldest for s in self.segments if s.oldest is not None]
+        return step - min(oldest) + 1 if oldest else 0
+
+    def raise_if_failed(self) -> None:
+        """Raise what went wrong earlier, or a worker's death now."""
+        if self._failure is None:
+            try:
+                self.platform.workers.check()
+            except Exception as error:
+                self._failure = error
+        if self._failure is not None:
+            raise HostWorkError(
+                f"host work failed and deferred updates are lost: {self._failure}; "
+                "restart from the last checkpoint"
+            ) from self._failure
+
+    def _publish_first(self, in_flight: deque[Segment]) -> None:
+        segment = in_flight.popleft()
+        assert segment.sweep is not None
+        self._publish(segment, segment.sweep)
+
+    def _publish(self, segment: Segment, sweep: Sweep) -> None:
+        weights = self._await(segment, sweep)
+        segment.publish(self.platform, weights)
+        segment.sweep = None
+        self.pool.release(sweep.job.out)
+        for slot in sweep.slots:
+            if slot.buffer is not None:
+                self.pool.release(slot.buffer)
+        self.meter.host_busy_s += sweep.job.busy_s
+        self.meter.host_finished_s = max(self.meter.host_finished_s, sweep.job.finished_s)
+        self.meter.h2d_bytes += segment.deferred_numel * segment.weight.element_size()
+
+    def _await(self, segment: Segment, sweep: Sweep) -> Tensor:
+        try:
+            with self.meter.stall():
+                return sweep.await_weights()
+        except Exception as error:
+            self._failure = error
+            self._raise_failure(segment)
+
+    def _raise_failure(self, segment: Segment) -> NoReturn:
+        raise HostWorkError(
+            f"the sweep of rows {segment.start} to {segment.stop} of a weight of shape "
+            f"{tuple(segment.weight.shape)} failed: {self._failure!r}; "
+            "deferred updates are lost, restart from the last checkpoint"
+        ) from self._failure

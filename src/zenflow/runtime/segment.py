@@ -1,0 +1,221 @@
+"""A segment at run time: its two sides of state, its slots, and its sweep in flight."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zenflow.backends.ticket import Transfer
+from zenflow.core.channels import ChannelMap, Handover
+from zenflow.core.rules import SubStep, rebias_factor
+from zenflow.runtime import device_ops
+from zenflow.runtime.device_ops import SelectedState
+from zenflow.runtime.platform import Platform
+from zenflow.runtime.slots import BufferPool, Slot
+from zenflow.runtime.sweep import Sweep
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Rows of one weight. Steps, selection and sub-steps belong to the weight; the rest is here.
+
+    Attributes:
+        key: names the segment in the storage.
+        weight: the rows as a device view ``[R, C]`` or ``[R, C, K]``.
+        channels: which channel lives where; None before the first gradient.
+        selected_index, hosted_index: the same two lists on the device.
+        selected: state of the selected channels; None if there are none.
+        waiting: slots since the last sweep, oldest first.
+        sweep: in flight, to be published.
+        adopted: version of the weight's selection that this segment uses.
+        host_steps: updates that the host state has had ("accumulate" only counts windows).
+        last: the sub-step that the host state ended with.
+        extrapolated: the visible weights are ahead of the master by a lookahead.
+    """
+
+    key: int
+    weight: Tensor
+    start: int
+    stop: int
+    channels: ChannelMap | None = None
+    selected_index: Tensor | None = None
+    hosted_index: Tensor | None = None
+    selected: SelectedState | None = None
+    waiting: list[Slot] = field(default_factory=list)
+    sweep: Sweep | None = None
+    adopted: int = 0
+    host_steps: int = 0
+    last: SubStep | None = None
+    extrapolated: bool = False
+
+    def begin(self, platform: Platform, selected: Tensor) -> None:
+        """Create both sides' state from the weight as it is, with zero moments."""
+        num_channels = self.weight.shape[1]
+        self._place(
+            platform, ChannelMap.create(num_channels, selected, compact=not platform.link.shared)
+        )
+        if selected.numel():
+            shape = self._shape(selected.numel())
+            self.selected = SelectedState(
+                *(platform.device.empty(shape, torch.float32) for _ in range(3))
+            )
+            platform.device.run(_begin_selected, self.weight, self.selected_index, self.selected)
+        platform.storage.create(self.key, self.host_shape)
+        state = platform.storage.fetch(self.key)
+        state.master.copy_(self._deferred_weight(platform))
+        platform.storage.store(self.key, state)
+
+    @property
+    def host_shape(self) -> torch.Size:
+        assert self.channels is not None
+        return self._shape(self.channels.hosted.numel())
+
+    @property
+    def deferred_numel(self) -> int:
+        assert self.channels is not None
+        return self._shape(self.channels.num_deferred).numel()
+
+    @property
+    def oldest(self) -> int | None:
+        """Step of the oldest gradient that the visible weights lack."""
+        if self.sweep is not None and self.sweep.slots:
+            return self.sweep.slots[0].step
+        return self.waiting[0].step if self.waiting else None
+
+    def capture(
+        self, platform: Platform, pool: BufferPool, grad: Tensor, substep: SubStep, step: int
+    ) -> Transfer:
+        """Give this step's gradient of the deferred channels a slot; returns the copy under way.
+
+        Args:
+            grad: this segment's rows; where memory is shared, owned by the runtime and contiguous.
+        """
+        if platform.link.shared:
+            transfer, buffer = platform.link.to_host(grad, None, platform.device.mark()), None
+        else:
+            staging = platform.device.empty(self.host_shape, grad.dtype)
+            platform.device.run(device_ops.gather, grad, self.hosted_index, staging)
+            buffer = pool.acquire(self.host_shape, grad.dtype)
+            transfer = platform.link.to_host(staging, buffer, platform.device.mark())
+        self.waiting.append(Slot(step, substep, transfer.tensor, transfer.ticket, buffer))
+        return transfer
+
+    def publish(self, platform: Platform, weights: Tensor) -> None:
+        """Write the deferred channels of ``weights`` (of the host's shape) into the weight."""
+        if platform.link.shared:
+            master = None if self.selected is None else self.selected.master
+            platform.device.run(
+                device_ops.publish_all, self.weight, weights, self.selected_index, master
+            )
+        else:
+            platform.device.run(
+                device_ops.publish_deferred, self.weight, self.hosted_index, weights
+            )
+
+    def adopt(self, platform: Platform, chosen: Tensor, substep: SubStep) -> int:
+        """Hand over channels so that ``chosen`` are selected; returns how many became selected.
+
+        Both sides stand at the same step: nothing is waiting and nothing is in flight.
+
+        Args:
+            substep: the weight's last sub-step; its count is the selected side's.
+        """
+        assert self.channels is not None and not self.waiting and self.sweep is None
+        handover = self.channels.handover_to(chosen)
+        if handover is None:
+            return 0
+        assert self.selected is not None
+        places = upload(platform, handover.places)
+        state = platform.storage.fetch(self.key)
+        to_device = torch.stack([t.index_select(1, handover.host_from) for t in state])
+        to_host = self._take_selected(platform, places, handover)
+        _rebias(to_host, substep, substep.step, self.host_steps)
+        _rebias(to_device, substep, self.host_steps, substep.step)
+        for tensor, values in zip(state, to_host, strict=True):
+            tensor.index_copy_(1, handover.host_to, values)
+        platform.storage.store(self.key, state)
+        arrived = upload(platform, to_device)
+        platform.device.run(device_ops.put_state, self.selected, places, arrived)
+        self._place(platform, self.channels.after(handover))
+        return handover.incoming.numel()
+
+    def _take_selected(self, platform: Platform, places: Tensor, handover: Handover) -> Tensor:
+        shape = (3, *self._shape(handover.places.numel()))
+        taken = platform.device.empty(shape, torch.float32)
+        platform.device.run(device_ops.take_state, self.selected, places, taken)
+        return download(platform, taken)
+
+    def assemble(self, platform: Platform) -> tuple[Tensor, Tensor, Tensor]:
+        """Master and moments of all channels, in channel order, fp32 in host memory.
+
+        The moments of deferred channels are brought to the weight's own step count by the caller.
+        """
+        assert self.channels is not None
+        whole = [torch.empty(self._shape(self.channels.num_channels)) for _ in range(3)]
+        state = platform.storage.fetch(self.key)
+        for target, source in zip(whole, state, strict=True):
+            target.index_copy_(1, self.channels.hosted, source)
+        platform.storage.store(self.key, state)
+        if self.selected is not None:
+            for target, source in zip(whole, self.selected, strict=True):
+                target.index_copy_(1, self.channels.selected, download(platform, source))
+        return whole[0], whole[1], whole[2]
+
+    def restore(self, platform: Platform, whole: tuple[Tensor, Tensor, Tensor]) -> None:
+        """The inverse of :meth:`assemble`, after :meth:`begin`."""
+        assert self.channels is not None
+        state = platform.storage.fetch(self.key)
+        for target, source in zip(state, whole, strict=True):
+            target.copy_(source.index_select(1, self.channels.hosted))
+        platform.storage.store(self.key, state)
+        if self.selected is not None:
+            picked = torch.stack([t.index_select(1, self.channels.selected) for t in whole])
+            places = upload(platform, torch.arange(self.channels.selected.numel()))
+            arrived = upload(platform, picked)
+            platform.device.run(device_ops.put_state, self.selected, places, arrived)
+
+    def _shape(self, num_channels: int) -> torch.Size:
+        rows, _, *kernel = self.weight.shape
+        return torch.Size((rows, num_channels, *kernel))
+
+    def _place(self, platform: Platform, channels: ChannelMap) -> None:
+        self.channels = channels
+        self.selected_index = (
+            upload(platform, channels.selected) if channels.selected.numel() else None
+        )
+        self.hosted_index = upload(platform, channels.hosted) if channels.compact else None
+
+    def _deferred_weight(self, platform: Platform) -> Tensor:
+        if self.hosted_index is None:
+            return self.weight
+        staging = platform.device.empty(self.host_shape, self.weight.dtype)
+        platform.device.run(device_ops.gather, self.weight, self.hosted_index, staging)
+        return download(platform, staging)
+
+
+def upload(platform: Platform, tensor: Tensor) -> Tensor:
+    """A host tensor on the device; waits. For what is small and rare."""
+    device = platform.device
+    target = None if platform.link.shared else device.empty(tensor.shape, tensor.dtype)
+    return platform.link.to_device(tensor, target, device.mark()).wait()
+
+
+def download(platform: Platform, tensor: Tensor) -> Tensor:
+    """A device tensor on the host; waits. For what is small and rare."""
+    shared = platform.link.shared
+    target = None if shared else platform.storage.buffer(tensor.shape, tensor.dtype)
+    return platform.link.to_host(tensor, target, platform.device.mark()).wait()
+
+
+def _begin_selected(weight: Tensor, index: Tensor, state: SelectedState) -> None:
+    state.master.copy_(weight.index_select(1, index))
+    state.exp_avg.zero_()
+    state.exp_avg_sq.zero_()
+
+
+def _rebias(values: Tensor, substep: SubStep, from_step: int, to_step: int) -> None:
+    """Scale both moments of ``values`` ``[3, R, n(, K)]`` to another side's step count."""
+    if from_step == to_step:
+        return
+    values[1].mul_(rebias_factor(substep.beta1, from_step, to_step))
+    values[2].mul_(rebias_factor(substep.beta2, from_step, to_step))

@@ -1,0 +1,90 @@
+"""One sweep: the job that a worker runs and what the training thread keeps of it until its
+publish."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zenflow.backends.host_kernel import HostKernel
+from zenflow.backends.link import Link
+from zenflow.backends.storage import Storage
+from zenflow.backends.ticket import Ticket, Transfer
+from zenflow.core.rules import SubStep
+from zenflow.runtime.slots import Slot
+from zenflow.runtime.workers import Task
+
+
+@dataclass(slots=True, eq=False)
+class SweepJob:
+    """What a worker needs, and nothing that leads back to the engine.
+
+    Attributes:
+        slots: to apply, oldest first; none to write the weights again.
+        last: the sub-step that the sweep ends with.
+        mean: one update with the slots' mean gradient.
+        delay: steps of lookahead.
+        out: host staging for the new weights.
+        staging: device memory for them; None where memory is shared.
+        after: when ``staging`` may be written.
+    """
+
+    key: int
+    storage: Storage
+    kernel: HostKernel
+    link: Link
+    clock: Callable[[], float]
+    slots: Sequence[Slot]
+    last: SubStep
+    mean: bool
+    delay: float
+    out: Tensor
+    staging: Tensor | None
+    after: Ticket
+    busy_s: float = 0.0
+    finished_s: float = 0.0
+
+    def __call__(self) -> Transfer:
+        for slot in self.slots:
+            slot.ticket.wait()
+        begin_s = self.clock()
+        state = self.storage.fetch(self.key)
+        coefficients = [slot.substep.coefficients() for slot in self.slots[:-1]]
+        last = self.last.coefficients()
+        if self.slots:
+            self.kernel.sweep(
+                state,
+                [slot.grad for slot in self.slots],
+                [*coefficients, last],
+                mean=self.mean,
+                delay=self.delay,
+                out=self.out,
+            )
+        else:
+            self.kernel.write(state, last, self.delay, self.out)
+        self.storage.store(self.key, state)
+        self.finished_s = self.clock()
+        self.busy_s = self.finished_s - begin_s
+        return self.link.to_device(self.out, self.staging, self.after)
+
+
+@dataclass(slots=True, eq=False)
+class Sweep:
+    """A sweep in flight."""
+
+    job: SweepJob
+    task: Task
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        return self.job.slots
+
+    def await_weights(self) -> Tensor:
+        """The new weights, where a publish reads them.
+
+        Raises:
+            whatever the sweep raised.
+        """
+        self.task.wait()
+        transfer: Transfer = self.task.result
+        return transfer.wait()

@@ -1,0 +1,173 @@
+"""What the runtime knows of one parameter: a resident, or a weight split into segments."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zenflow.backends.ticket import Transfer
+from zenflow.core.channels import channel_view
+from zenflow.core.rules import SubStep
+from zenflow.core.selection import AUTO_INTERVAL_MIN, next_interval
+from zenflow.runtime import device_ops
+from zenflow.runtime.device_ops import DeviceUpdate, SelectedState
+from zenflow.runtime.platform import Platform
+from zenflow.runtime.segment import Segment
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A parameter updated whole on the device. An fp32 parameter is its own master."""
+
+    param: Tensor
+    steps: int = 0
+    state: SelectedState | None = None
+
+    @property
+    def has_master(self) -> bool:
+        return self.param.dtype != torch.float32
+
+    def begin(self, platform: Platform) -> None:
+        weight = self.param.detach()
+        device = platform.device
+        master = device.empty(weight.shape, torch.float32) if self.has_master else weight
+        moments = [device.empty(weight.shape, torch.float32) for _ in range(2)]
+        self.state = SelectedState(master, *moments)
+        device.run(_begin, weight, self.state)
+
+    def update(self, grad: Tensor, hyper: SubStep) -> DeviceUpdate:
+        """Count one gradient; returns its selective update."""
+        assert self.state is not None
+        self.steps += 1
+        coefficients = hyper._replace(step=self.steps).coefficients()
+        return DeviceUpdate(self.param.detach(), None, self.state, grad, coefficients)
+
+
+@dataclass(slots=True, eq=False)
+class Selection:
+    """A weight's chosen channels over time. Segments adopt a version each at a time of its own.
+
+    Attributes:
+        chosen: the latest choice, int64 ``[k]`` ascending.
+        version: counts the choices.
+        interval: steps between two scorings; adapts if ``auto``.
+        due: the step from which the next gradient is scored.
+        pending: a choice on its way from the device, made at step ``scored``.
+    """
+
+    chosen: Tensor
+    interval: int
+    auto: bool
+    due: int
+    version: int = 0
+    pending: Transfer | None = None
+    scored: int = 0
+
+    @classmethod
+    def begin(cls, chosen: Tensor, interval: int | str, step: int, index: int) -> "Selection":
+        """The first choice, made at ``step``; weights take turns by their ``index``."""
+        auto = interval == "auto"
+        first = AUTO_INTERVAL_MIN if isinstance(interval, str) else interval
+        return cls(chosen, first, auto, step + first - index % first)
+
+    def score(self, platform: Platform, grad: Tensor, step: int) -> None:
+        """Choose anew by this gradient; the choice arrives in a later step."""
+        num = self.chosen.numel()
+        chosen = platform.device.empty((num,), torch.int64)
+        platform.device.run(device_ops.score, grad, platform.reduce, chosen)
+        target = None if platform.link.shared else platform.storage.buffer((num,), torch.int64)
+        self.pending = platform.link.to_host(chosen, target, platform.device.mark())
+        self.scored = step
+        self.due = step + self.interval
+
+    def arrive(self) -> None:
+        """Take the pending choice, if there is one."""
+        if self.pending is None:
+            return
+        chosen = self.pending.wait()
+        self.pending = None
+        if self.auto:
+            changed = (~torch.isin(chosen, self.chosen)).sum().item() / chosen.numel()
+            self.interval = next_interval(self.interval, changed)
+            self.due = self.scored + self.interval
+        self.chosen = chosen
+        self.version += 1
+
+
+@dataclass(slots=True, eq=False)
+class Weight:
+    """A split parameter.
+
+    Attributes:
+        view: the parameter as ``[R, C]`` or ``[R, C, K]``.
+        index: its number among the split parameters.
+        num_selected: k, channels selected at a time.
+        substep: of its last gradient.
+        selection: None before the first gradient, and where no channel is selected.
+        inherited: AdamW state loaded from elsewhere, to begin with at the first gradient.
+    """
+
+    param: Tensor
+    view: Tensor
+    index: int
+    num_selected: int
+    segments: list[Segment] = field(default_factory=list)
+    steps: int = 0
+    substep: SubStep | None = None
+    selection: Selection | None = None
+    inherited: Mapping[str, Any] | None = None
+
+    def begin(self, platform: Platform, grad: Tensor, interval: int | str, step: int) -> None:
+        """Create the state, with the channels that this first gradient selects."""
+        chosen = torch.empty(0, dtype=torch.int64)
+        if self.num_selected:
+            scored = platform.device.empty((self.num_selected,), torch.int64)
+            platform.device.run(device_ops.score, grad, platform.reduce, scored)
+            chosen = platform.device.read(scored)
+            self.selection = Selection.begin(chosen, interval, step, self.index)
+        for segment in self.segments:
+            segment.begin(platform, chosen)
+        if self.inherited is not None:
+            self.inherit(platform, self.inherited)
+            self.inherited = None
+            for segment in self.segments:
+                segment.host_steps = self.steps
+
+    def inherit(self, platform: Platform, state: Mapping[str, Any]) -> None:
+        """Take over a state in AdamW's layout, after the segments have begun.
+
+        Without a ``"master"`` the weight itself stays the master.
+        """
+        self.steps = int(state["step"])
+        names = ("master", "exp_avg", "exp_avg_sq")
+        tensors = [state.get(name, self.param.detach()) for name in names]
+        views = [channel_view(t.to("cpu", torch.float32)) for t in tensors]
+        for segment in self.segments:
+            master, exp_avg, exp_avg_sq = (view[segment.start : segment.stop] for view in views)
+            segment.restore(platform, (master, exp_avg, exp_avg_sq))
+
+    @property
+    def begun(self) -> bool:
+        return self.segments[0].channels is not None
+
+    def updates(self, grad: Tensor, hyper: SubStep) -> list[DeviceUpdate]:
+        """Count one gradient; returns the selective updates of its selected channels."""
+        self.steps += 1
+        self.substep = hyper._replace(step=self.steps)
+        coefficients = self.substep.coefficients()
+        return [
+            DeviceUpdate(
+                s.weight, s.selected_index, s.selected, grad[s.start : s.stop], coefficients
+            )
+            for s in self.segments
+            if s.selected is not None
+        ]
+
+
+def _begin(weight: Tensor, state: SelectedState) -> None:
+    if state.master is not weight:
+        state.master.copy_(weight)
+    state.exp_avg.zero_()
+    state.exp_avg_sq.zero_()

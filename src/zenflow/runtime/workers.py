@@ -1,0 +1,121 @@
+"""Host workers: threads that run sweeps, and the task through which one is waited for."""
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+
+_LIVENESS_CHECK_S = 0.5
+
+
+class WorkerDied(RuntimeError):
+    """A worker thread ended without finishing its task."""
+
+
+class Task(Protocol):
+    """A job given to the workers: a ticket with a result."""
+
+    result: Any
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class HostWorkers(Protocol):
+    """Three methods: hand over a job, see what went wrong, end."""
+
+    num_threads: int
+
+    def submit(self, job: Callable[[], Any]) -> Task:
+        """Run ``job`` after all jobs submitted before it have started. Training thread only."""
+        ...
+
+    def check(self) -> None:
+        """Raise if a worker has died."""
+        ...
+
+    def close(self) -> None:
+        """Let the running jobs finish and end the workers. Idempotent."""
+        ...
+
+
+class ThreadTask(Generic[T]):
+    """A job's outcome, set by the worker that ran it."""
+
+    result: T
+
+    def __init__(self, job: Callable[[], T], workers: "ThreadWorkers") -> None:
+        self._job: Callable[[], T] | None = job
+        self._workers = workers
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        job, self._job = self._job, None
+        assert job is not None
+        try:
+            self.result = job()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del job
+            self._finished.set()
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def wait(self) -> None:
+        while not self._finished.wait(_LIVENESS_CHECK_S):
+            self._workers.check()
+        if self._error is not None:
+            raise self._error
+
+
+class ThreadWorkers:
+    """Daemon threads behind one queue. They hold nothing but the job they run.
+
+    Args:
+        num_threads: at least 1.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._queue: SimpleQueue[ThreadTask[Any] | None] = SimpleQueue()
+        self._closed = False
+        self._threads = [
+            threading.Thread(
+                target=_work, args=(self._queue,), name=f"zenflow-worker-{i}", daemon=True
+            )
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], T]) -> ThreadTask[T]:
+        task = ThreadTask(job, self)
+        self._queue.put(task)
+        return task
+
+    def check(self) -> None:
+        dead = [thread.name for thread in self._threads if not thread.is_alive()]
+        if dead and not self._closed:
+            raise WorkerDied(f"host worker threads have ended: {', '.join(dead)}")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+def _work(queue: "SimpleQueue[ThreadTask[Any] | None]") -> None:
+    while (task := queue.get()) is not None:
+        task.run()
+        del task
