@@ -56,8 +56,8 @@ class ZenFlowConfig:
 
     lookahead: bool = True
     """Publish weights extrapolated by their expected delay; the master stays exact. Default True:
-    it removed most of what staleness cost in our measurements (docs/design.md). Without effect
-    where nothing is stale."""
+    in early experiments it removed most of what staleness costs; a convergence report is still to
+    come. Without effect where nothing is stale."""
 
     host_threads: int | Auto = "auto"
     """Host worker threads (>= 1), or "auto": half of the allowed cores beside an accelerator, a

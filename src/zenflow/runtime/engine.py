@@ -86,6 +86,7 @@ class Engine:
         if not gradients or self._skips(gradients):
             return
         self.step_index += 1
+        self.pipeline.release_copied()
         warm_up = self.step_index <= self.config.full_warm_up_rounds
         overlap = self.config.overlap_step and not warm_up
         self.pipeline.publish_in_flight()

@@ -77,7 +77,6 @@ class HostPipeline:
     def capture(self, weight: Weight, grad: Tensor, step: int) -> None:
         """Give each segment a slot with its rows of ``grad`` (the weight's view)."""
         assert weight.substep is not None
-        self._copies = [copy for copy in self._copies if not copy.done()]
         for segment in weight.segments:
             rows = grad[segment.start : segment.stop]
             copy = segment.capture(self.platform, self.pool, rows, weight.substep, step)
@@ -92,6 +91,10 @@ class HostPipeline:
         buffer.zero_()
         buffer.index_copy_(1, segment.channels.deferred_places(), grad)
         segment.waiting.append(Slot(step, substep, buffer, FINISHED, buffer))
+
+    def release_copied(self) -> None:
+        """Drop what the link has finished reading."""
+        self._copies = [copy for copy in self._copies if not copy.done()]
 
     def sweep_due(self, step: int, interval: int, *, overlap: bool) -> None:
         """Start the sweep of every segment that is due at ``step``."""
