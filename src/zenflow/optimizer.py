@@ -13,6 +13,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.core.rules import SubStep
 from zenflow.runtime import checkpoint
 from zenflow.runtime.engine import Engine, Gradient
+from zenflow.runtime.memory import check_host_memory
 from zenflow.runtime.platform import Platform, choose_platform
 from zenflow.runtime.stats import StepStats
 
@@ -44,6 +45,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     Raises:
         ValueError: for a hyperparameter, config value, dtype or device that is not supported.
+        MemoryError: if the deferred state does not fit into host memory (control groups included).
 
     Example::
 
@@ -76,6 +78,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self._batches = [[p for group in self.param_groups for p in group["params"]]]
+        check_host_memory(self._batches[0], self._config)
         self._constructed = True
 
     @property
@@ -99,7 +102,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         try:
             _check_group(group, len(self.param_groups) - 1)
             self._one_device()
-        except ValueError:
+            if self._constructed:
+                check_host_memory(group["params"], self._config)
+        except (ValueError, MemoryError):
             self.param_groups.pop()
             raise
         if self._constructed:
