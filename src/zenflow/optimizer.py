@@ -110,7 +110,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if self._constructed:
             self._batches.append(list(group["params"]))
             if self._engine is not None:
-                self._engine.add_parameters(group["params"])
+                self._engine.add_parameters(group["params"], self._names(group["params"]))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -215,7 +215,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def _new_engine(self) -> Engine:
         engine = Engine(self._make_platform(self._one_device()), self._config)
         for batch in self._batches:
-            engine.add_parameters(batch)
+            engine.add_parameters(batch, self._names(batch))
         return engine
 
     def _use(self, engine: Engine) -> None:
@@ -226,6 +226,14 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
+
+    def _names(self, params: Iterable[Tensor]) -> list[str]:
+        names = {
+            param: _name(group, number, position)
+            for number, group in enumerate(self.param_groups)
+            for position, param in enumerate(group["params"])
+        }
+        return [names[param] for param in params]
 
     def _one_device(self) -> torch.device:
         devices = {p.device for p in self._all_params()}

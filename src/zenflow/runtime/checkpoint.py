@@ -44,6 +44,7 @@ class Exported:
 
 def export(engine: Engine) -> Exported:
     """Copy out the state at this point of the schedule. Waits for sweeps, publishes nothing."""
+    engine.reread_edited(restored=False)
     engine.pipeline.settle()
     states: dict[Tensor, dict[str, Any]] = {}
     for param, resident in engine.residents.items():
@@ -56,6 +57,7 @@ def export(engine: Engine) -> Exported:
             weights[param] = {
                 "selection": _export_selection(weight.selection),
                 "substep": None if weight.substep is None else list(weight.substep),
+                "checksum": _checksum(engine, weight),
                 "segments": [_export_segment(s) for s in weight.segments],
             }
     controller = engine.controller
@@ -85,6 +87,12 @@ def _adamw_state(steps: int, tensors: Sequence[Tensor], *, has_master: bool) -> 
     if has_master:
         state["master"] = master
     return state
+
+
+def _checksum(engine: Engine, weight: Weight) -> int:
+    if weight.restored_checksum is not None:
+        return weight.restored_checksum
+    return weight.checksum(engine.platform)
 
 
 def _export_selection(selection: Selection | None) -> dict[str, Any] | None:
@@ -229,6 +237,7 @@ def _restore_resident(engine: Engine, resident: Resident, state: Mapping[str, An
     engine.begin_resident(resident)
     assert resident.state is not None
     resident.steps = int(state["step"])
+    resident.restored = True
     targets = [resident.state.exp_avg, resident.state.exp_avg_sq]
     sources = [state["exp_avg"], state["exp_avg_sq"]]
     if "master" in state and resident.has_master:
@@ -243,6 +252,7 @@ def _restore_weight(
     engine: Engine, weight: Weight, state: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> None:
     platform = engine.platform
+    weight.restored_checksum = extra["checksum"]
     weight.selection = _restore_selection(extra["selection"], engine.config)
     weight.substep = SubStep(*extra["substep"])
     saved_rows = [tuple(s["rows"]) for s in extra["segments"]]

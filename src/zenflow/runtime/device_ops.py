@@ -35,6 +35,12 @@ def copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
+def checksum(weight: Tensor, out: Tensor) -> None:
+    """Write the sum of the weight's bits as integers: exact, so the same in any order and place."""
+    bits = torch.int32 if weight.element_size() == 4 else torch.int16
+    out.copy_(weight.view(bits).sum(dtype=torch.int64))
+
+
 def norms(grads: list[Tensor], out: Tensor) -> None:
     """Write each gradient's norm: it is finite only if every element is."""
     out.copy_(torch.stack([norm.float() for norm in torch._foreach_norm(grads, 2)]))

@@ -18,9 +18,11 @@ from zenflow.runtime.device_ops import DeviceUpdate
 from zenflow.runtime.pipeline import HostPipeline
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.stats import Meter, StepStats
-from zenflow.runtime.weight import Resident, Weight
+from zenflow.runtime.weight import Resident, Weight, identity
 
 _log = logging.getLogger("zenflow")
+
+_SYNCHRONOUS_AFTER_EDIT_STEPS = 16
 
 
 class Gradient(NamedTuple):
@@ -60,17 +62,17 @@ class Engine:
         self._sweeps_begun_s: float | None = None
         self._closed = False
 
-    def add_parameters(self, params: Sequence[Tensor]) -> None:
+    def add_parameters(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
         """Register parameters, once each. State is created with a parameter's first gradient."""
         weights = []
-        for param in params:
+        for param, name in zip(params, names, strict=True):
             if is_split(param, self.config.topk_ratio):
                 view = channel_view(param.detach())
                 k = num_selected(view.shape[1], self.config.topk_ratio)
-                weight = self.weights[param] = Weight(param, view, len(self.weights), k)
+                weight = self.weights[param] = Weight(param, name, view, len(self.weights), k)
                 weights.append(weight)
             else:
-                self.residents[param] = Resident(param)
+                self.residents[param] = Resident(param, name)
         if weights:
             self.pipeline.add(weights)
 
@@ -85,6 +87,7 @@ class Engine:
         self.meter.reset()
         if not gradients or self._skips(gradients):
             return
+        self.reread_edited()
         self.step_index += 1
         self.pipeline.release_copied()
         warm_up = self.step_index <= self.config.full_warm_up_rounds
@@ -99,13 +102,16 @@ class Engine:
         self.pipeline.sweep_due(self.step_index, interval, overlap=overlap)
         if not overlap:
             self.pipeline.publish_in_flight()
+        self._mark_seen()
         self._set_stats(interval)
 
     def synchronize(self) -> None:
         """Apply and publish every gradient so far; device weights then are their masters,
         rounded."""
         self.pipeline.raise_if_failed()
+        self.reread_edited()
         self.pipeline.drain()
+        self._mark_seen()
         self._sweeps_begun_s = None
         self.stats = self.stats.replaced(staleness_steps=0)
 
@@ -122,6 +128,57 @@ class Engine:
         finally:
             self.platform.workers.close()
             self.platform.release()
+
+    def reread_edited(self, *, restored: bool = True) -> None:
+        """Notice parameters that somebody else has written, and take their values for the masters.
+
+        Gradients so far then count in the moments only, as they would in AdamW. What is edited may be
+        edited in every step (an embedding with ``max_norm``), so for some steps such a weight is
+        published before ``step()`` returns, and the next edit finds it current.
+
+        Args:
+            restored: also compare parameters whose state was loaded with what it was saved for. Not
+                yet, while the model itself may still be loaded.
+        """
+        for resident in self.residents.values():
+            if resident.restored and not restored:
+                continue
+            if resident.changed_outside(self.platform):
+                assert resident.state is not None
+                self._check_place(resident.param, resident.state.exp_avg, resident.name)
+                resident.reread(self.platform)
+        for weight in self.weights.values():
+            if weight.restored_checksum is not None and not restored:
+                continue
+            if weight.changed_outside(self.platform):
+                self._check_place(weight.param, weight.view, weight.name)
+                pending = self.pipeline.staleness_of(weight, self.step_index)
+                if pending:
+                    _log.warning(
+                        "%s was changed outside of the optimizer: its new values are kept, and "
+                        "the updates of %d pending steps count in its moments only; call "
+                        "synchronize() before such a change",
+                        weight.name,
+                        pending,
+                    )
+                self.pipeline.apply_unpublished(weight)
+                weight.reread(self.platform)
+                for segment in weight.segments:
+                    segment.synchronous_until = self.step_index + _SYNCHRONOUS_AFTER_EDIT_STEPS
+
+    def _check_place(self, param: Tensor, known: Tensor, name: str) -> None:
+        if param.device != known.device or param.numel() != known.numel():
+            raise ValueError(
+                f"{name} is now {tuple(param.shape)} on {param.device}, and the optimizer's state "
+                f"was made for {tuple(known.shape)} on {known.device}; build the optimizer after "
+                "moving or resizing the model"
+            )
+
+    def _mark_seen(self) -> None:
+        for resident in self.residents.values():
+            resident.seen = identity(resident.param)
+        for weight in self.weights.values():
+            weight.seen = identity(weight.param)
 
     def _skips(self, gradients: Sequence[Gradient]) -> bool:
         bad = self._nonfinite(gradients)

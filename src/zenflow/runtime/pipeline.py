@@ -1,7 +1,7 @@
 """The host pipeline: slots in, sweeps beside the next step, publishes at step boundaries."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from torch import Tensor
@@ -103,10 +103,15 @@ class HostPipeline:
         max_age = max(interval, self.config.max_update_interval) if auto else interval
         for table in self.tables:
             for segment, phase in zip(table.segments, table.phases(interval), strict=True):
-                if segment.waiting and schedule.is_due(
-                    step, phase, interval, segment.waiting[0].step, max_age
-                ):
+                if not segment.waiting:
+                    continue
+                if segment.synchronous_until >= step:
+                    self.start_sweep(segment, 0.0)
+                elif schedule.is_due(step, phase, interval, segment.waiting[0].step, max_age):
                     self.start_sweep(segment, delay)
+        for segment in self.segments:
+            if segment.synchronous_until >= step and segment.sweep is not None:
+                self._publish(segment, segment.sweep)
 
     def start_sweep(self, segment: Segment, delay: float) -> None:
         """Start the sweep of all waiting slots; without any, only write the weights again."""
@@ -156,6 +161,18 @@ class HostPipeline:
         while in_flight:
             self._publish_first(in_flight)
 
+    def apply_unpublished(self, weight: Weight) -> None:
+        """Apply every slot of a weight whose visible values are not to be overwritten."""
+        for segment in weight.segments:
+            if segment.sweep is not None:
+                self._finish(segment, segment.sweep)
+        for segment in weight.segments:
+            if segment.waiting:
+                self.start_sweep(segment, 0.0)
+        for segment in weight.segments:
+            if segment.sweep is not None:
+                self._finish(segment, segment.sweep)
+
     def settle(self) -> None:
         """Wait until no worker touches host state; publishes nothing."""
         for segment in self.segments:
@@ -164,8 +181,11 @@ class HostPipeline:
 
     def staleness(self, step: int) -> int:
         """Most steps that a visible weight lags behind AdamW after ``step``."""
-        oldest = [s.oldest for s in self.segments if s.oldest is not None]
-        return step - min(oldest) + 1 if oldest else 0
+        return _staleness(self.segments, step)
+
+    def staleness_of(self, weight: Weight, step: int) -> int:
+        """The same of one weight."""
+        return _staleness(weight.segments, step)
 
     def raise_if_failed(self) -> None:
         """Raise what went wrong earlier, or a worker's death now."""
@@ -188,6 +208,12 @@ class HostPipeline:
     def _publish(self, segment: Segment, sweep: Sweep) -> None:
         weights = self._await(segment, sweep)
         segment.publish(self.platform, weights)
+        self.meter.h2d_bytes += segment.deferred_numel * segment.weight.element_size()
+        self._finish(segment, sweep)
+
+    def _finish(self, segment: Segment, sweep: Sweep) -> None:
+        """Take back what a sweep held, once it has ended."""
+        self._await(segment, sweep)
         segment.sweep = None
         self.pool.release(sweep.job.out)
         for slot in sweep.slots:
@@ -195,7 +221,6 @@ class HostPipeline:
                 self.pool.release(slot.buffer)
         self.meter.host_busy_s += sweep.job.busy_s
         self.meter.host_finished_s = max(self.meter.host_finished_s, sweep.job.finished_s)
-        self.meter.h2d_bytes += segment.deferred_numel * segment.weight.element_size()
 
     def _await(self, segment: Segment, sweep: Sweep) -> Tensor:
         try:
@@ -211,3 +236,8 @@ class HostPipeline:
             f"{tuple(segment.weight.shape)} failed: {self._failure!r}; "
             "deferred updates are lost, restart from the last checkpoint"
         ) from self._failure
+
+
+def _staleness(segments: Iterable[Segment], step: int) -> int:
+    oldest = [s.oldest for s in segments if s.oldest is not None]
+    return step - min(oldest) + 1 if oldest else 0

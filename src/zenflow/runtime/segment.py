@@ -31,6 +31,7 @@ class Segment:
         host_steps: updates that the host state has had ("accumulate" only counts windows).
         last: the sub-step that the host state ended with.
         extrapolated: the visible weights are ahead of the master by a lookahead.
+        synchronous_until: up to this step, every step is swept and published before it ends.
     """
 
     key: int
@@ -47,6 +48,7 @@ class Segment:
     host_steps: int = 0
     last: SubStep | None = None
     extrapolated: bool = False
+    synchronous_until: int = 0
 
     def begin(self, platform: Platform, selected: Tensor) -> None:
         """Create both sides' state from the weight as it is, with zero moments."""
@@ -144,6 +146,16 @@ class Segment:
         taken = platform.device.empty(shape, torch.float32)
         platform.device.run(device_ops.take_state, self.selected, places, taken)
         return download(platform, taken)
+
+    def reread(self, platform: Platform) -> None:
+        """Take the weight as it now is for the master of both sides; moments stay."""
+        state = platform.storage.fetch(self.key)
+        state.master.copy_(self._deferred_weight(platform))
+        platform.storage.store(self.key, state)
+        self.extrapolated = False
+        if self.selected is not None:
+            index, master = self.selected_index, self.selected.master
+            platform.device.run(device_ops.gather, self.weight, index, master)
 
     def assemble(self, platform: Platform) -> tuple[Tensor, Tensor, Tensor]:
         """Master and moments of all channels, in channel order, fp32 in host memory.

@@ -19,11 +19,19 @@ from zenflow.runtime.segment import Segment
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """A parameter updated whole on the device. An fp32 parameter is its own master."""
+    """A parameter updated whole on the device. An fp32 parameter is its own master.
+
+    Attributes:
+        seen: the parameter's memory and version after the runtime's last write, to notice others'.
+        restored: the state was loaded and the parameter not yet compared with it.
+    """
 
     param: Tensor
+    name: str
     steps: int = 0
     state: SelectedState | None = None
+    seen: tuple[int, int] = (0, 0)
+    restored: bool = False
 
     @property
     def has_master(self) -> bool:
@@ -36,6 +44,29 @@ class Resident:
         moments = [device.empty(weight.shape, torch.float32) for _ in range(2)]
         self.state = SelectedState(master, *moments)
         device.run(_begin, weight, self.state)
+
+    def reread(self, platform: Platform) -> None:
+        """Take the parameter as it now is for the master."""
+        assert self.state is not None
+        if self.has_master:
+            platform.device.run(device_ops.copy, self.state.master, self.param.detach())
+        else:
+            self.state = self.state._replace(master=self.param.detach())
+        self.seen = identity(self.param)
+
+    def changed_outside(self, platform: Platform) -> bool:
+        """Whether somebody else has written the parameter."""
+        if self.state is None or self.seen == identity(self.param):
+            return False
+        if not self.restored:
+            return True
+        self.restored = False
+        count = platform.device.empty((), torch.int64)
+        platform.device.run(_count_different, self.state.master, self.param.detach(), count)
+        if platform.device.read(count).item():
+            return True
+        self.seen = identity(self.param)
+        return False
 
     def update(self, grad: Tensor, hyper: SubStep) -> DeviceUpdate:
         """Count one gradient; returns its selective update."""
@@ -104,20 +135,25 @@ class Weight:
         view: the parameter as ``[R, C]`` or ``[R, C, K]``.
         index: its number among the split parameters.
         num_selected: k, channels selected at a time.
+        seen: the parameter's memory and version after the runtime's last write, to notice others'.
         substep: of its last gradient.
         selection: None before the first gradient, and where no channel is selected.
         inherited: AdamW state loaded from elsewhere, to begin with at the first gradient.
+        restored_checksum: of the parameter that a loaded state belongs to, until it is compared.
     """
 
     param: Tensor
+    name: str
     view: Tensor
     index: int
     num_selected: int
+    seen: tuple[int, int] = (0, 0)
     segments: list[Segment] = field(default_factory=list)
     steps: int = 0
     substep: SubStep | None = None
     selection: Selection | None = None
     inherited: Mapping[str, Any] | None = None
+    restored_checksum: int | None = None
 
     def begin(self, platform: Platform, grad: Tensor, interval: int | str, step: int) -> None:
         """Create the state, with the channels that this first gradient selects."""
@@ -152,6 +188,30 @@ class Weight:
     def begun(self) -> bool:
         return self.segments[0].channels is not None
 
+    def checksum(self, platform: Platform) -> int:
+        """Of the parameter as it now is."""
+        out = platform.device.empty((), torch.int64)
+        platform.device.run(device_ops.checksum, self.param.detach(), out)
+        return int(platform.device.read(out).item())
+
+    def changed_outside(self, platform: Platform) -> bool:
+        """Whether somebody else has written the parameter."""
+        if not self.begun or self.seen == identity(self.param):
+            return False
+        expected, self.restored_checksum = self.restored_checksum, None
+        if expected is not None and expected == self.checksum(platform):
+            self.seen = identity(self.param)
+            return False
+        return True
+
+    def reread(self, platform: Platform) -> None:
+        """Take the parameter as it now is for the master of both sides. Nothing is in flight."""
+        self.view = channel_view(self.param.detach())
+        for segment in self.segments:
+            segment.weight = self.view[segment.start : segment.stop]
+            segment.reread(platform)
+        self.seen = identity(self.param)
+
     def updates(self, grad: Tensor, hyper: SubStep) -> list[DeviceUpdate]:
         """Count one gradient; returns the selective updates of its selected channels."""
         self.steps += 1
@@ -164,6 +224,18 @@ class Weight:
             for s in self.segments
             if s.selected is not None
         ]
+
+
+def identity(param: Tensor) -> tuple[int, int]:
+    """Changes when a parameter is written in place or given other memory.
+
+    A write through ``param.data`` does not count its version and stays unseen.
+    """
+    return param.data_ptr(), param._version
+
+
+def _count_different(master: Tensor, weight: Tensor, count: Tensor) -> None:
+    count.copy_((master.to(weight.dtype) != weight).sum())
 
 
 def _begin(weight: Tensor, state: SelectedState) -> None:
