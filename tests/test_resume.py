@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import zenflow
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASES = list(
     itertools.product(
         (1, 3, 4),  # update_interval
@@ -60,14 +62,6 @@ def through_file(*objects: object) -> list:
     torch.save(list(objects), buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

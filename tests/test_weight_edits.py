@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import zenflow
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXACT = {"overlap_step": False, "update_interval": 1, "select_interval": 3}
 
 

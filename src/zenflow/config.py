@@ -64,6 +64,17 @@ class ZenFlowConfig:
     quarter where the CPU is the device and has to compute too, all of them when synchronous; at
     least 1 and at most 8, since few threads fill a memory bus."""
 
+    max_grad_norm: float | None = None
+    """Bound of the global gradient norm (> 0), or None: no clipping. The factor is the one of
+    ``torch.nn.utils.clip_grad_norm_`` and is applied in fp32. Default None: clipping outside, by
+    that function or by a trainer, works unchanged unless gradients are streamed."""
+
+    stream_gradients: bool = False
+    """Take each gradient during the backward pass, as soon as it is complete, so that gradients of
+    a few layers at a time are on the device instead of the model's. Default False: then gradients
+    are read in ``step()`` and every loop works unchanged. Clip by ``max_grad_norm`` and accumulate
+    by ``optimizer.accumulate()`` when True."""
+
     def __post_init__(self) -> None:
         _check_number("topk_ratio", self.topk_ratio, 0, 1)
         _check_int("update_interval", self.update_interval, 1, auto=True)
@@ -74,6 +85,9 @@ class ZenFlowConfig:
         _check_choice("update_rule", self.update_rule, ("replay", "accumulate"))
         _check_bool("lookahead", self.lookahead)
         _check_int("host_threads", self.host_threads, 1, auto=True)
+        if self.max_grad_norm is not None:
+            _check_positive("max_grad_norm", self.max_grad_norm)
+        _check_bool("stream_gradients", self.stream_gradients)
 
     @classmethod
     def of(cls, config: "ZenFlowConfig | Mapping[str, Any] | None") -> "ZenFlowConfig":
@@ -111,6 +125,12 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
     legal = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not legal or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type, operator]
         _refuse(name, value, f"a number from {low} to {high}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    legal = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not legal or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+        _refuse(name, value, "a number > 0, or None")
 
 
 def _check_int(name: str, value: object, low: int, *, auto: bool = False) -> None:

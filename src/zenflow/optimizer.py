@@ -1,26 +1,27 @@
 """The optimizer that a user holds."""
 
 import logging
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zenflow.config import ZenFlowConfig
 from zenflow.core.rules import SubStep
-from zenflow.runtime import checkpoint
+from zenflow.runtime import checkpoint, device_ops
 from zenflow.runtime.engine import Engine, Gradient
+from zenflow.runtime.gradients import take_gradient
 from zenflow.runtime.memory import check_host_memory
+from zenflow.runtime.model_hooks import keep_current
 from zenflow.runtime.platform import Platform, choose_platform
 from zenflow.runtime.stats import StepStats
+from zenflow.runtime.streaming import GradientStream, was_taken
 
 _log = logging.getLogger("zenflow")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SOLE_REFERENCES = 2  # the caller's name and getrefcount's own argument
-_SOLE_STORAGE_REFERENCES = 2  # the tensor and the Python handle made to ask
 
 
 class ZenFlowAdamW(torch.optim.Optimizer):
@@ -42,6 +43,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
         config: a :class:`ZenFlowConfig`, a mapping with its keys, or None for the defaults.
+        model: if given, ``model.state_dict()`` and a forward pass in evaluation mode first
+            synchronize, so that what is saved or evaluated is current.
 
     Raises:
         ValueError: for a hyperparameter, config value, dtype or device that is not supported.
@@ -68,6 +71,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         config: ZenFlowConfig | Mapping[str, Any] | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self._config = ZenFlowConfig.of(config)
         self._engine: Engine | None = None
@@ -79,7 +83,13 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._batches = [[p for group in self.param_groups for p in group["params"]]]
         check_host_memory(self._batches[0], self._config)
+        self._names = self._name_params()
         self._constructed = True
+        self._stream = GradientStream(self._absorb) if self._config.stream_gradients else None
+        if self._stream is not None:
+            self._stream.attach(self._all_params())
+        if model is not None:
+            keep_current(model, self)
 
     @property
     def config(self) -> ZenFlowConfig:
@@ -108,9 +118,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         if self._constructed:
+            self._names = self._name_params()
             self._batches.append(list(group["params"]))
+            if self._stream is not None:
+                self._stream.attach(group["params"])
             if self._engine is not None:
-                self._engine.add_parameters(group["params"], self._names(group["params"]))
+                self._add_to(self._engine, group["params"])
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -137,8 +150,18 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         engine = self._running_engine()
-        engine.step(self._take_gradients(shared=engine.platform.link.shared))
+        if self._stream is not None:
+            self._settle_stream(engine, self._stream)
+        engine.step(self._take_gradients(shared=engine.platform.link.shared), self._hypers())
         return loss
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Around every backward pass of a step but the last, when gradients are streamed.
+
+        Accelerate's own accumulation is noticed without it. Without ``stream_gradients`` it does
+        nothing, since gradients are then read in ``step()``.
+        """
+        return nullcontext() if self._stream is None else self._stream.accumulate()
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -157,6 +180,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Synchronize and end the worker threads. Idempotent; also done on garbage collection and
         exit."""
         self._closed = True
+        if self._stream is not None:
+            self._stream.detach()
         if self._finalizer is not None:
             self._finalizer()
 
@@ -171,8 +196,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if self._engine is None:
             return super().state_dict()
         exported = checkpoint.export(self._engine)
-        for param, state in exported.states.items():
-            self.state[param] = state
+        for param in self._names:
+            if param in exported.states:
+                self.state[param] = exported.states[param]
         try:
             packed = super().state_dict()
         finally:
@@ -215,8 +241,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def _new_engine(self) -> Engine:
         engine = Engine(self._make_platform(self._one_device()), self._config)
         for batch in self._batches:
-            engine.add_parameters(batch, self._names(batch))
+            self._add_to(engine, batch)
         return engine
+
+    def _add_to(self, engine: Engine, params: Sequence[Tensor]) -> None:
+        engine.add_parameters(params, [self._names[param] for param in params])
 
     def _use(self, engine: Engine) -> None:
         if self._finalizer is not None:
@@ -227,13 +256,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _names(self, params: Iterable[Tensor]) -> list[str]:
-        names = {
+    def _name_params(self) -> dict[Tensor, str]:
+        return {
             param: _name(group, number, position)
             for number, group in enumerate(self.param_groups)
             for position, param in enumerate(group["params"])
         }
-        return [names[param] for param in params]
 
     def _one_device(self) -> torch.device:
         devices = {p.device for p in self._all_params()}
@@ -246,8 +274,38 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return devices.pop()
 
     def _take_gradients(self, *, shared: bool) -> list[Gradient]:
-        gradients = []
-        for number, group in enumerate(self.param_groups):
+        return [
+            Gradient(param, take_gradient(param, name, shared), name)
+            for param, name in self._names.items()
+            if param.grad is not None
+        ]
+
+    def _absorb(self, param: Tensor) -> None:
+        """Take one gradient in the backward pass."""
+        engine = self._running_engine()
+        if (
+            param in engine.absorbed
+        ):  # and zeroed since, or this gradient would have been added to it
+            engine.forget(param)
+        name = self._names[param]
+        grad = take_gradient(param, name, engine.platform.link.shared)
+        norm = engine.platform.device.empty((), torch.float32)
+        engine.platform.device.run(device_ops.norm, grad, norm)
+        engine.absorb(Gradient(param, grad, name), engine.step_index + 1, norm)
+
+    def _settle_stream(self, engine: Engine, stream: GradientStream) -> None:
+        """Drop what the user has dropped by zeroing gradients; leave the rest for the step."""
+        for param in list(engine.absorbed):
+            if was_taken(param):
+                param.grad = None
+            else:
+                engine.forget(param)
+        stream.attach(self._all_params())
+
+    def _hypers(self) -> dict[Tensor, SubStep]:
+        """Each parameter's present hyperparameters, as a sub-step without a count."""
+        hypers = {}
+        for group in self.param_groups:
             beta1, beta2 = group["betas"]
             hyper = SubStep(
                 lr=float(group["lr"]),
@@ -257,11 +315,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 weight_decay=float(group["weight_decay"]),
                 step=0,
             )
-            for position, param in enumerate(group["params"]):
-                if param.grad is not None:
-                    name = _name(group, number, position)
-                    gradients.append(Gradient(param, _take(param, name, shared), hyper, name))
-        return gradients
+            hypers.update(dict.fromkeys(group["params"], hyper))
+        return hypers
 
 
 def _name(group: dict[str, Any], number: int, position: int) -> str:
@@ -270,36 +325,6 @@ def _name(group: dict[str, Any], number: int, position: int) -> str:
         return str(names[position])
     shape = tuple(group["params"][position].shape)
     return f"param_groups[{number}]['params'][{position}] of shape {shape}"
-
-
-def _take(param: Tensor, name: str, shared: bool) -> Tensor:
-    """The parameter's gradient, now the runtime's own.
-
-    Where memory is shared the gradient itself waits in a slot, so nobody else may write to it: it
-    is copied if somebody else holds it, or if it is a view of memory that it does not own.
-    """
-    grad = param.grad
-    assert grad is not None
-    if grad.layout != torch.strided:
-        raise ValueError(
-            f"the gradient of {name} is {grad.layout}; ZenFlowAdamW needs dense gradients: "
-            "build the embedding with sparse=False"
-        )
-    param.grad = None
-    if not shared:
-        return grad
-    if sys.getrefcount(grad) <= _SOLE_REFERENCES and _owns_memory(grad) and grad.is_contiguous():
-        return grad
-    return grad.clone(memory_format=torch.contiguous_format)
-
-
-def _owns_memory(tensor: Tensor) -> bool:
-    """Whether no other tensor, a view or an alias, reaches this tensor's memory."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != tensor.numel() * tensor.element_size():
-        return False
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return count is not None and count(storage._cdata) <= _SOLE_STORAGE_REFERENCES
 
 
 def _check_group(group: dict[str, Any], number: int) -> None:

@@ -20,6 +20,7 @@ from zenflow.runtime.slots import Slot
 from zenflow.runtime.weight import Resident, Selection, Weight
 
 FORMAT_VERSION = 1
+_NOT_SEEN = (0, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +99,12 @@ def _checksum(engine: Engine, weight: Weight) -> int:
 def _export_selection(selection: Selection | None) -> dict[str, Any] | None:
     if selection is None:
         return None
-    pending = selection.pending
     return {
         "chosen": selection.chosen.clone(),
         "version": selection.version,
         "interval": selection.interval,
         "due": selection.due,
-        "scored": selection.scored,
-        "pending": None if pending is None else pending.wait().clone(),
+        "pending": [[step, transfer.wait().clone()] for step, transfer in selection.pending],
     }
 
 
@@ -234,10 +233,12 @@ def restore(engine: Engine, loaded: Loaded) -> None:
 
 
 def _restore_resident(engine: Engine, resident: Resident, state: Mapping[str, Any]) -> None:
-    engine.begin_resident(resident)
+    resident.begin(engine.platform)
     assert resident.state is not None
+    engine.count_trained(resident.param, resident.num_selected)
     resident.steps = int(state["step"])
     resident.restored = True
+    resident.seen = _NOT_SEEN
     targets = [resident.state.exp_avg, resident.state.exp_avg_sq]
     sources = [state["exp_avg"], state["exp_avg_sq"]]
     if "master" in state and resident.has_master:
@@ -279,7 +280,6 @@ def _restore_weight(
 def _restore_selection(saved: Mapping[str, Any] | None, config: ZenFlowConfig) -> Selection | None:
     if saved is None:
         return None
-    pending = saved["pending"]
     auto = config.select_interval == "auto"
     return Selection(
         chosen=saved["chosen"].clone(),
@@ -287,6 +287,5 @@ def _restore_selection(saved: Mapping[str, Any] | None, config: ZenFlowConfig) -
         auto=auto,
         due=saved["due"],
         version=saved["version"],
-        pending=None if pending is None else Transfer(pending, pending, FINISHED),
-        scored=saved["scored"],
+        pending=[(step, Transfer(t, t, FINISHED)) for step, t in saved["pending"]],
     )

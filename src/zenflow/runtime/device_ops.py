@@ -22,7 +22,7 @@ class SelectedState(NamedTuple):
 
 
 class DeviceUpdate(NamedTuple):
-    """One selective update: ``channels`` None means the whole tensor."""
+    """One selective update. ``channels`` are those of ``weight``; None means the whole tensor."""
 
     weight: Tensor
     channels: Tensor | None
@@ -41,9 +41,21 @@ def checksum(weight: Tensor, out: Tensor) -> None:
     out.copy_(weight.view(bits).sum(dtype=torch.int64))
 
 
-def norms(grads: list[Tensor], out: Tensor) -> None:
-    """Write each gradient's norm: it is finite only if every element is."""
-    out.copy_(torch.stack([norm.float() for norm in torch._foreach_norm(grads, 2)]))
+def norms(absorbed: Sequence[Tensor], grads: list[Tensor], exact: bool, out: Tensor) -> None:
+    """Write each gradient's norm: it is finite only if every element is.
+
+    Args:
+        absorbed: norms taken before.
+        exact: in fp32 whatever the gradient's dtype, to clip by; else only to see what is finite.
+    """
+    dtype = torch.float32 if exact else None
+    found = torch._foreach_norm(grads, 2, dtype=dtype) if grads else ()
+    out.copy_(torch.stack([norm.float() for norm in (*absorbed, *found)]))
+
+
+def norm(grad: Tensor, out: Tensor) -> None:
+    """Write one gradient's norm, in fp32."""
+    out.copy_(torch.linalg.vector_norm(grad, dtype=torch.float32))
 
 
 def count_nonfinite(grad: Tensor, count: Tensor) -> None:
@@ -58,7 +70,7 @@ def update(updates: Sequence[DeviceUpdate]) -> None:
         [u.state.master for u in updates],
         [u.state.exp_avg for u in updates],
         [u.state.exp_avg_sq for u in updates],
-        [_part(u.grad, u.channels) for u in updates],
+        [u.grad for u in updates],
         [u.coefficients for u in updates],
     )
     for u in updates:
@@ -89,9 +101,9 @@ def gather(source: Tensor, index: Tensor, target: Tensor) -> None:
         target.copy_(source.index_select(1, index))
 
 
-def publish_deferred(weight: Tensor, index: Tensor, staged: Tensor) -> None:
-    """Write the deferred channels, which are all that crossed the link."""
-    weight.index_copy_(1, index, staged)
+def scatter(target: Tensor, index: Tensor, source: Tensor) -> None:
+    """Copy ``source`` into the indexed channels of ``target``."""
+    target.index_copy_(1, index, source)
 
 
 def publish_all(
@@ -112,7 +124,3 @@ def put_state(state: SelectedState, places: Tensor, values: Tensor) -> None:
     """Copy ``values`` ``[3, R, n(, K)]`` into the state at ``places``."""
     for tensor, value in zip(state, values, strict=True):
         tensor.index_copy_(1, places, value)
-
-
-def _part(grad: Tensor, index: Tensor | None) -> Tensor:
-    return grad if index is None else grad.index_select(1, index)

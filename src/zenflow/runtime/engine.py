@@ -1,7 +1,7 @@
 """The engine: carries out one step in the order that docs/design.md states."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,16 +26,14 @@ _SYNCHRONOUS_AFTER_EDIT_STEPS = 16
 
 
 class Gradient(NamedTuple):
-    """One parameter's gradient, owned by the runtime, with its group's present hyperparameters.
+    """One parameter's gradient, owned by the runtime.
 
     Attributes:
-        hyper: a sub-step whose count is not set yet.
         name: for messages.
     """
 
     param: Tensor
     grad: Tensor
-    hyper: SubStep
     name: str
 
 
@@ -57,6 +55,7 @@ class Engine:
         self.weights: dict[Tensor, Weight] = {}
         self.stats = StepStats()
         self.step_index = 0
+        self._absorbed: dict[Tensor, tuple[str, Tensor | None]] = {}
         self._model_bytes = 0
         self._selected_channels = 0
         self._sweeps_begun_s: float | None = None
@@ -76,16 +75,24 @@ class Engine:
         if weights:
             self.pipeline.add(weights)
 
-    def step(self, gradients: Sequence[Gradient]) -> None:
+    def step(self, gradients: Sequence[Gradient], hypers: Mapping[Tensor, SubStep]) -> None:
         """Apply one step's gradients; see docs/design.md, "Exact semantics".
+
+        Args:
+            gradients: those that were not absorbed since the last step.
+            hypers: for each parameter with a gradient its group's present hyperparameters, as a
+                sub-step whose count and scale are not set yet.
 
         Raises:
             HostWorkError: if a sweep failed or a worker died, now or earlier.
         """
         self.pipeline.raise_if_failed()
         self.platform.device.mark().wait()
-        self.meter.reset()
-        if not gradients or self._skips(gradients):
+        self.meter.begin_step()
+        if not gradients and not self._absorbed:
+            return
+        norms = self._norms(gradients)
+        if self._skips(gradients, norms):
             return
         self.reread_edited()
         self.step_index += 1
@@ -96,7 +103,9 @@ class Engine:
         self._measure_window()
         interval = 1 if warm_up else self.controller.interval(self.step_index)
         self._adopt_selections()
-        self._take(gradients)
+        for gradient in gradients:
+            self.absorb(gradient, self.step_index)
+        self._commit(hypers, self._clip_scale(norms))
         if overlap:
             self._sweeps_begun_s = self.platform.clock()
         self.pipeline.sweep_due(self.step_index, interval, overlap=overlap)
@@ -105,6 +114,43 @@ class Engine:
         self._mark_seen()
         self._set_stats(interval)
 
+    def absorb(self, gradient: Gradient, step: int, norm: Tensor | None = None) -> None:
+        """Take a gradient: its deferred part into slots, its selected part aside until the step.
+
+        In :meth:`step`, or while the backward pass still runs (streaming capture).
+
+        Args:
+            step: the applied step that it belongs to.
+            norm: of the gradient, on the device; streaming capture brings it along.
+        """
+        resident = self.residents.get(gradient.param)
+        if resident is not None:
+            if resident.state is None:
+                resident.begin(self.platform)
+            resident.grad = gradient.grad
+        else:
+            weight = self.weights[gradient.param]
+            grad = channel_view(gradient.grad)
+            self._select(weight, grad, step)
+            self.pipeline.capture(weight, grad)
+        self._absorbed[gradient.param] = (gradient.name, norm)
+
+    @property
+    def absorbed(self) -> Collection[Tensor]:
+        """Parameters whose gradient was taken since the last step."""
+        return self._absorbed.keys()
+
+    def forget(self, param: Tensor) -> None:
+        """Drop an absorbed gradient, as if the parameter had none."""
+        self._absorbed.pop(param)
+        resident = self.residents.get(param)
+        if resident is not None:
+            resident.grad = None
+        else:
+            weight = self.weights[param]
+            self.pipeline.forget_captured(weight)
+            weight.forget(self.step_index + 1)
+
     def synchronize(self) -> None:
         """Apply and publish every gradient so far; device weights then are their masters,
         rounded."""
@@ -112,6 +158,7 @@ class Engine:
         self.reread_edited()
         self.pipeline.drain()
         self._mark_seen()
+        self.meter.reset()
         self._sweeps_begun_s = None
         self.stats = self.stats.replaced(staleness_steps=0)
 
@@ -180,28 +227,50 @@ class Engine:
         for weight in self.weights.values():
             weight.seen = identity(weight.param)
 
-    def _skips(self, gradients: Sequence[Gradient]) -> bool:
-        bad = self._nonfinite(gradients)
-        if bad:
-            _log.warning(
-                "step skipped, nothing was changed: the gradient is not finite of %s",
-                ", ".join(bad),
-            )
-            self.stats = self.stats.of_skipped_step()
-        return bool(bad)
-
-    def _nonfinite(self, gradients: Sequence[Gradient]) -> list[str]:
+    def _norms(self, gradients: Sequence[Gradient]) -> Tensor:
+        """Every gradient's norm, on the host: those absorbed earlier, then ``gradients``."""
         device = self.platform.device
-        norms = device.empty((len(gradients),), torch.float32)
-        device.run(device_ops.norms, [g.grad for g in gradients], norms)
-        suspects = (~torch.isfinite(device.read(norms))).nonzero().flatten().tolist()
+        norms = device.empty((len(self._absorbed) + len(gradients),), torch.float32)
+        absorbed = [norm for _, norm in self._absorbed.values() if norm is not None]
+        exact = self.config.max_grad_norm is not None
+        device.run(device_ops.norms, absorbed, [g.grad for g in gradients], exact, norms)
+        return device.read(norms)
+
+    def _skips(self, gradients: Sequence[Gradient], norms: Tensor) -> bool:
+        bad = self._nonfinite(gradients, norms)
+        if not bad:
+            return False
+        _log.warning(
+            "step skipped, nothing was changed: the gradient is not finite of %s", ", ".join(bad)
+        )
+        for param in list(self._absorbed):
+            self.forget(param)
+        self.stats = self.stats.of_skipped_step()
+        return True
+
+    def _nonfinite(self, gradients: Sequence[Gradient], norms: Tensor) -> list[str]:
+        device = self.platform.device
+        suspects = (~torch.isfinite(norms)).nonzero().flatten().tolist()
+        absorbed = [name for name, _ in self._absorbed.values()]
         names = []
         for i in suspects:
+            if i < len(absorbed):
+                names.append(absorbed[i])
+                continue
+            gradient = gradients[i - len(absorbed)]
             count = device.empty((), torch.int64)
-            device.run(device_ops.count_nonfinite, gradients[i].grad, count)
+            device.run(device_ops.count_nonfinite, gradient.grad, count)
             if device.read(count).item():
-                names.append(gradients[i].name)
+                names.append(gradient.name)
         return names
+
+    def _clip_scale(self, norms: Tensor) -> float:
+        """The factor that bounds the global norm, as ``torch.nn.utils.clip_grad_norm_`` has it."""
+        bound = self.config.max_grad_norm
+        if bound is None:
+            return 1.0
+        total = float(torch.linalg.vector_norm(norms.double()).item())
+        return min(1.0, bound / (total + 1e-6))
 
     def _measure_window(self) -> None:
         """Tell the controller how the previous step's sweeps fitted beside compute."""
@@ -209,8 +278,9 @@ class Engine:
             return
         window_s = self.meter.begin_s - self._sweeps_begun_s
         host_s = self.meter.host_finished_s - self._sweeps_begun_s
-        if self.meter.stall_s > 0:
-            host_s = max(host_s, window_s + self.meter.stall_s)
+        stall_s = self.meter.stall_in_step_s
+        if stall_s > 0:
+            host_s = max(host_s, window_s + stall_s)
         self.controller.observe(Sample(window_s, host_s))
 
     def _adopt_selections(self) -> None:
@@ -219,7 +289,7 @@ class Engine:
             if selection is None:
                 continue
             with self.meter.stall():
-                selection.arrive()
+                selection.arrive(self.step_index)
             for segment in weight.segments:
                 if segment.adopted == selection.version or segment.oldest is not None:
                     continue
@@ -229,41 +299,27 @@ class Engine:
                 if segment.start == 0:
                     self.meter.reselected_channels += moved
 
-    def _take(self, gradients: Sequence[Gradient]) -> None:
-        """Selective update of every gradient, then a slot for what is deferred."""
+    def _commit(self, hypers: Mapping[Tensor, SubStep], scale: float) -> None:
+        """Make the absorbed gradients this step's: update on the device, let the slots wait."""
         updates: list[DeviceUpdate] = []
-        captures: list[tuple[Weight, Tensor]] = []
-        for gradient in gradients:
-            resident = self.residents.get(gradient.param)
-            if resident is not None:
-                if resident.state is None:
-                    self.begin_resident(resident)
-                updates.append(resident.update(gradient.grad, gradient.hyper))
-                continue
-            weight = self.weights[gradient.param]
-            grad = channel_view(gradient.grad)
-            self._select(weight, grad)
-            updates.extend(weight.updates(grad, gradient.hyper))
-            captures.append((weight, grad))
+        for param in self._absorbed:
+            hyper = hypers[param]._replace(scale=scale)
+            owner = self.residents.get(param) or self.weights[param]
+            updates.extend(owner.updates(hyper, self.step_index))
+            if owner.steps == 1:
+                self.count_trained(param, owner.num_selected)
+        self._absorbed.clear()
         if updates:
             self.platform.device.run(device_ops.update, updates)
-        for weight, grad in captures:
-            self.pipeline.capture(weight, grad, self.step_index)
 
-    def _select(self, weight: Weight, grad: Tensor) -> None:
+    def _select(self, weight: Weight, grad: Tensor, step: int) -> None:
         if not weight.begun:
-            weight.begin(self.platform, grad, self.config.select_interval, self.step_index)
-            self.count_trained(weight.param, weight.num_selected)
-        elif weight.selection is not None and self.step_index >= weight.selection.due:
-            weight.selection.score(self.platform, grad, self.step_index)
-
-    def begin_resident(self, resident: Resident) -> None:
-        resident.begin(self.platform)
-        param = resident.param
-        self.count_trained(param, param.shape[1] if param.dim() >= 2 else 0)
+            weight.begin(self.platform, grad, self.config.select_interval, step)
+        elif weight.selection is not None and step >= weight.selection.due:
+            weight.selection.score(self.platform, grad, step)
 
     def count_trained(self, param: Tensor, num_selected: int) -> None:
-        """Count a parameter whose state has just begun."""
+        """Count a parameter that has begun to train, in the figures."""
         self._model_bytes += param.numel() * param.element_size()
         self._selected_channels += num_selected
 
@@ -273,7 +329,7 @@ class Engine:
         self.stats = StepStats(
             step=self.step_index,
             stall_s=meter.stall_s,
-            step_overhead_s=elapsed_s - meter.stall_s,
+            step_overhead_s=elapsed_s - meter.stall_in_step_s,
             host_busy_s=meter.host_busy_s,
             d2h_bytes=meter.d2h_bytes,
             h2d_bytes=meter.h2d_bytes,
@@ -283,3 +339,4 @@ class Engine:
             selected_channels=self._selected_channels,
             reselected_channels=meter.reselected_channels,
         )
+        meter.reset()

@@ -18,6 +18,8 @@ from zenflow.runtime.stats import Meter
 from zenflow.runtime.sweep import Sweep, SweepJob
 from zenflow.runtime.weight import Weight
 
+_MAX_STREAMING_BYTES = 64 << 20
+"""Gradients that streaming capture leaves on the device while the link is busy."""
 _DRAIN_DEPTH_PER_THREAD = 2
 """Sweeps in flight for each worker while draining: keeps workers busy and staging small."""
 
@@ -74,15 +76,24 @@ class HostPipeline:
             segments.append(segment)
         self.tables.append(Table(segments, [block.numel for block in blocks]))
 
-    def capture(self, weight: Weight, grad: Tensor, step: int) -> None:
-        """Give each segment a slot with its rows of ``grad`` (the weight's view)."""
-        assert weight.substep is not None
+    def capture(self, weight: Weight, grad: Tensor) -> None:
+        """Take a gradient (the weight's view) apart into its segments' shares."""
         for segment in weight.segments:
             rows = grad[segment.start : segment.stop]
-            copy = segment.capture(self.platform, self.pool, rows, weight.substep, step)
+            copy = segment.capture(self.platform, self.pool, rows)
             if not copy.done():
                 self._copies.append(copy)
             self.meter.d2h_bytes += segment.deferred_numel * rows.element_size()
+        if self.config.stream_gradients:
+            self.release_copied(_MAX_STREAMING_BYTES)
+
+    def forget_captured(self, weight: Weight) -> None:
+        """Give back what holds a gradient whose step is not applied."""
+        for segment in weight.segments:
+            captured, segment.captured = segment.captured, None
+            if captured is not None and captured.buffer is not None:
+                captured.ticket.wait()
+                self.pool.release(captured.buffer)
 
     def put_slot(self, segment: Segment, step: int, substep: SubStep, grad: Tensor) -> None:
         """Put back a saved gradient of the deferred channels, in ascending channel order."""
@@ -92,9 +103,17 @@ class HostPipeline:
         buffer.index_copy_(1, segment.channels.deferred_places(), grad)
         segment.waiting.append(Slot(step, substep, buffer, FINISHED, buffer))
 
-    def release_copied(self) -> None:
-        """Drop what the link has finished reading."""
+    def release_copied(self, max_bytes: int | None = None) -> None:
+        """Drop what the link has finished reading; wait until at most ``max_bytes`` are left."""
         self._copies = [copy for copy in self._copies if not copy.done()]
+        if max_bytes is None:
+            return
+        left = sum(copy.source.nbytes for copy in self._copies)
+        with self.meter.stall():
+            while left > max_bytes:
+                oldest = self._copies.pop(0)
+                left -= oldest.source.nbytes
+                oldest.wait()
 
     def sweep_due(self, step: int, interval: int, *, overlap: bool) -> None:
         """Start the sweep of every segment that is due at ``step``."""

@@ -11,7 +11,7 @@ from zenflow.core.rules import SubStep, rebias_factor
 from zenflow.runtime import device_ops
 from zenflow.runtime.device_ops import SelectedState
 from zenflow.runtime.platform import Platform
-from zenflow.runtime.slots import BufferPool, Slot
+from zenflow.runtime.slots import BufferPool, Captured, Slot
 from zenflow.runtime.sweep import Sweep
 
 
@@ -25,6 +25,7 @@ class Segment:
         channels: which channel lives where; None before the first gradient.
         selected_index, hosted_index: the same two lists on the device.
         selected: state of the selected channels; None if there are none.
+        captured: a gradient whose step has not been applied yet.
         waiting: slots since the last sweep, oldest first.
         sweep: in flight, to be published.
         adopted: version of the weight's selection that this segment uses.
@@ -42,6 +43,7 @@ class Segment:
     selected_index: Tensor | None = None
     hosted_index: Tensor | None = None
     selected: SelectedState | None = None
+    captured: Captured | None = None
     waiting: list[Slot] = field(default_factory=list)
     sweep: Sweep | None = None
     adopted: int = 0
@@ -84,23 +86,36 @@ class Segment:
             return self.sweep.slots[0].step
         return self.waiting[0].step if self.waiting else None
 
-    def capture(
-        self, platform: Platform, pool: BufferPool, grad: Tensor, substep: SubStep, step: int
-    ) -> Transfer:
-        """Give this step's gradient of the deferred channels a slot; returns the copy under way.
+    def capture(self, platform: Platform, pool: BufferPool, grad: Tensor) -> Transfer:
+        """Take a gradient: deferred channels to the host, selected ones aside.
+
+        Returns the copy under way.
 
         Args:
             grad: this segment's rows; where memory is shared, owned by the runtime and contiguous.
         """
+        device = platform.device
+        selected_grad = None
+        if self.selected is not None:
+            selected_grad = device.empty(self.selected.master.shape, grad.dtype)
+            device.run(device_ops.gather, grad, self.selected_index, selected_grad)
         if platform.link.shared:
-            transfer, buffer = platform.link.to_host(grad, None, platform.device.mark()), None
+            transfer, buffer = platform.link.to_host(grad, None, device.mark()), None
         else:
-            staging = platform.device.empty(self.host_shape, grad.dtype)
-            platform.device.run(device_ops.gather, grad, self.hosted_index, staging)
+            staging = device.empty(self.host_shape, grad.dtype)
+            device.run(device_ops.gather, grad, self.hosted_index, staging)
             buffer = pool.acquire(self.host_shape, grad.dtype)
-            transfer = platform.link.to_host(staging, buffer, platform.device.mark())
-        self.waiting.append(Slot(step, substep, transfer.tensor, transfer.ticket, buffer))
+            transfer = platform.link.to_host(staging, buffer, device.mark())
+        self.captured = Captured(transfer.tensor, transfer.ticket, buffer, selected_grad)
         return transfer
+
+    def commit(self, step: int, substep: SubStep) -> Tensor | None:
+        """Let the captured gradient wait as a slot; returns the selected channels' part."""
+        captured, self.captured = self.captured, None
+        assert captured is not None
+        grad, ticket, buffer, selected_grad = captured
+        self.waiting.append(Slot(step, substep, grad, ticket, buffer))
+        return selected_grad
 
     def publish(self, platform: Platform, weights: Tensor) -> None:
         """Write the deferred channels of ``weights`` (of the host's shape) into the weight."""
@@ -110,9 +125,7 @@ class Segment:
                 device_ops.publish_all, self.weight, weights, self.selected_index, master
             )
         else:
-            platform.device.run(
-                device_ops.publish_deferred, self.weight, self.hosted_index, weights
-            )
+            platform.device.run(device_ops.scatter, self.weight, self.hosted_index, weights)
 
     def adopt(self, platform: Platform, chosen: Tensor, substep: SubStep) -> int:
         """Hand over channels so that ``chosen`` are selected; returns how many became selected.
@@ -138,8 +151,23 @@ class Segment:
         platform.storage.store(self.key, state)
         arrived = upload(platform, to_device)
         platform.device.run(device_ops.put_state, self.selected, places, arrived)
+        if self.captured is not None:
+            self._swap_captured(platform, self.captured, places, handover)
         self._place(platform, self.channels.after(handover))
         return handover.incoming.numel()
+
+    def _swap_captured(
+        self, platform: Platform, captured: Captured, places: Tensor, handover: Handover
+    ) -> None:
+        """A gradient captured under the old selection changes sides with its channels."""
+        assert captured.selected_grad is not None
+        captured.ticket.wait()
+        incoming = captured.grad.index_select(1, handover.host_from)
+        outgoing = platform.device.empty(incoming.shape, incoming.dtype)
+        platform.device.run(device_ops.gather, captured.selected_grad, places, outgoing)
+        captured.grad.index_copy_(1, handover.host_to, download(platform, outgoing))
+        arrived = upload(platform, incoming)
+        platform.device.run(device_ops.scatter, captured.selected_grad, places, arrived)
 
     def _take_selected(self, platform: Platform, places: Tensor, handover: Handover) -> Tensor:
         shape = (3, *self._shape(handover.places.numel()))

@@ -42,15 +42,27 @@ class BufferPool:
         self._free[flat.numel(), flat.dtype].append(flat)
 
 
+class Captured(NamedTuple):
+    """A segment's share of one gradient, before its step is known to be applied.
+
+    Attributes:
+        grad: of the segment's host shape, readable once ``ticket`` is done.
+        buffer: what returns to the pool after the sweep; None where the gradient itself is the slot.
+        selected_grad: the selected channels' part, on the device; None without any.
+    """
+
+    grad: Tensor
+    ticket: Ticket
+    buffer: Tensor | None
+    selected_grad: Tensor | None
+
+
 class Slot(NamedTuple):
-    """One step's gradient of one segment, on its way to host memory or there.
+    """One applied step's gradient of one segment, on its way to host memory or there.
 
     Attributes:
         step: the applied step that produced it.
         substep: the hyperparameters it was produced under.
-        grad: the gradient, of the segment's host shape, readable once ``ticket`` is done.
-        buffer: what returns to the pool after the sweep; None where the gradient itself is the
-            slot.
     """
 
     step: int

@@ -65,11 +65,23 @@ class Meter:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
+        self.begin_s = clock()
+        self.stall_s = 0.0
         self.reset()
 
-    def reset(self) -> None:
-        """Begin a step."""
+    def begin_step(self) -> None:
+        """``step()`` begins; what a streaming backward pass counted so far belongs to this step."""
         self.begin_s = self.clock()
+        self._stall_before_s = self.stall_s
+
+    @property
+    def stall_in_step_s(self) -> float:
+        """The part of the stall that is inside ``step()``."""
+        return self.stall_s - self._stall_before_s
+
+    def reset(self) -> None:
+        """A step's figures have been taken."""
+        self._stall_before_s = 0.0
         self.stall_s = 0.0
         self.host_busy_s = 0.0
         self.host_finished_s = 0.0

@@ -22,6 +22,7 @@ class Resident:
     """A parameter updated whole on the device. An fp32 parameter is its own master.
 
     Attributes:
+        grad: absorbed, its step not applied yet.
         seen: the parameter's memory and version after the runtime's last write, to notice others'.
         restored: the state was loaded and the parameter not yet compared with it.
     """
@@ -30,6 +31,7 @@ class Resident:
     name: str
     steps: int = 0
     state: SelectedState | None = None
+    grad: Tensor | None = None
     seen: tuple[int, int] = (0, 0)
     restored: bool = False
 
@@ -44,6 +46,7 @@ class Resident:
         moments = [device.empty(weight.shape, torch.float32) for _ in range(2)]
         self.state = SelectedState(master, *moments)
         device.run(_begin, weight, self.state)
+        self.seen = identity(self.param)
 
     def reread(self, platform: Platform) -> None:
         """Take the parameter as it now is for the master."""
@@ -68,12 +71,18 @@ class Resident:
         self.seen = identity(self.param)
         return False
 
-    def update(self, grad: Tensor, hyper: SubStep) -> DeviceUpdate:
-        """Count one gradient; returns its selective update."""
-        assert self.state is not None
+    @property
+    def num_selected(self) -> int:
+        """All its channels, if it has any."""
+        return self.param.shape[1] if self.param.dim() >= 2 else 0
+
+    def updates(self, hyper: SubStep, step: int) -> list[DeviceUpdate]:
+        """Count the absorbed gradient; returns its selective update."""
+        grad, self.grad = self.grad, None
+        assert self.state is not None and grad is not None
         self.steps += 1
         coefficients = hyper._replace(step=self.steps).coefficients()
-        return DeviceUpdate(self.param.detach(), None, self.state, grad, coefficients)
+        return [DeviceUpdate(self.param.detach(), None, self.state, grad, coefficients)]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +94,7 @@ class Selection:
         version: counts the choices.
         interval: steps between two scorings; adapts if ``auto``.
         due: the step from which the next gradient is scored.
-        pending: a choice on its way from the device, made at step ``scored``.
+        pending: choices on their way from the device, each with the step that it was made at.
     """
 
     chosen: Tensor
@@ -93,8 +102,7 @@ class Selection:
     auto: bool
     due: int
     version: int = 0
-    pending: Transfer | None = None
-    scored: int = 0
+    pending: list[tuple[int, Transfer]] = field(default_factory=list)
 
     @classmethod
     def begin(cls, chosen: Tensor, interval: int | str, step: int, index: int) -> "Selection":
@@ -109,20 +117,25 @@ class Selection:
         chosen = platform.device.empty((num,), torch.int64)
         platform.device.run(device_ops.score, grad, platform.reduce, chosen)
         target = None if platform.link.shared else platform.storage.buffer((num,), torch.int64)
-        self.pending = platform.link.to_host(chosen, target, platform.device.mark())
-        self.scored = step
+        self.pending.append((step, platform.link.to_host(chosen, target, platform.device.mark())))
         self.due = step + self.interval
 
-    def arrive(self) -> None:
-        """Take the pending choice, if there is one."""
-        if self.pending is None:
+    def forget(self, step: int) -> None:
+        """Drop a choice made at a step that is not applied; the next gradient is scored instead."""
+        if self.pending and self.pending[-1][0] == step:
+            self.pending.pop()
+            self.due = step
+
+    def arrive(self, step: int) -> None:
+        """Take the choice of an earlier step, if there is one."""
+        if not self.pending or self.pending[0][0] >= step:
             return
-        chosen = self.pending.wait()
-        self.pending = None
+        scored, transfer = self.pending.pop(0)
+        chosen = transfer.wait()
         if self.auto:
             changed = (~torch.isin(chosen, self.chosen)).sum().item() / chosen.numel()
             self.interval = next_interval(self.interval, changed)
-            self.due = self.scored + self.interval
+            self.due = scored + self.interval
         self.chosen = chosen
         self.version += 1
 
@@ -165,6 +178,7 @@ class Weight:
             self.selection = Selection.begin(chosen, interval, step, self.index)
         for segment in self.segments:
             segment.begin(platform, chosen)
+        self.seen = identity(self.param)
         if self.inherited is not None:
             self.inherit(platform, self.inherited)
             self.inherited = None
@@ -212,18 +226,34 @@ class Weight:
             segment.reread(platform)
         self.seen = identity(self.param)
 
-    def updates(self, grad: Tensor, hyper: SubStep) -> list[DeviceUpdate]:
-        """Count one gradient; returns the selective updates of its selected channels."""
+    def updates(self, hyper: SubStep, step: int) -> list[DeviceUpdate]:
+        """Count the absorbed gradient, let it wait; returns the selected channels' updates."""
         self.steps += 1
         self.substep = hyper._replace(step=self.steps)
         coefficients = self.substep.coefficients()
-        return [
-            DeviceUpdate(
-                s.weight, s.selected_index, s.selected, grad[s.start : s.stop], coefficients
-            )
-            for s in self.segments
-            if s.selected is not None
-        ]
+        updates = []
+        for segment in self.segments:
+            grad = segment.commit(step, self.substep)
+            if segment.selected is not None and grad is not None:
+                updates.append(
+                    DeviceUpdate(
+                        segment.weight,
+                        segment.selected_index,
+                        segment.selected,
+                        grad,
+                        coefficients,
+                    )
+                )
+        return updates
+
+    def forget(self, step: int) -> None:
+        """Undo what the gradient of a step that is not applied has begun."""
+        if self.selection is not None:
+            self.selection.forget(step)
+        if self.steps == 0:
+            self.selection = None
+            for segment in self.segments:
+                segment.channels = None
 
 
 def identity(param: Tensor) -> tuple[int, int]:

@@ -1,0 +1,216 @@
+"""Streaming capture: gradients leave during the backward pass; nothing else may differ."""
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zenflow
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_STEPS = 14
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(40, 70), nn.LayerNorm(70), nn.Tanh(), nn.Linear(70, 50), nn.Linear(50, 40)
+    ).to(dtype)
+
+
+def backward(model: nn.Module, step: int, parts: int = 1) -> list[Tensor]:
+    """Losses of the step's micro-batches, before their backward pass."""
+    x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step))
+    x = x.to(next(model.parameters()).dtype)
+    return [(model(part) - part).square().sum() / x.numel() for part in x.chunk(parts)]
+
+
+def train(config: dict[str, Any], dtype: torch.dtype, parts: int = 1) -> list[list[Tensor]]:
+    model = make_model(dtype)
+    optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-2, config=config)
+    seen = []
+    for step in range(NUM_STEPS):
+        *first, last = backward(model, step, parts)
+        for loss in first:
+            with optimizer.accumulate():
+                loss.backward()
+        last.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(copy.deepcopy(list(model.parameters())))
+    optimizer.close()
+    seen.append(copy.deepcopy(list(model.parameters())))
+    return seen
+
+
+def assert_equal(one: list[list[Tensor]], other: list[list[Tensor]]) -> None:
+    for step, (params, others) in enumerate(zip(one, other, strict=True)):
+        for param, expected in zip(params, others, strict=True):
+            assert torch.equal(param, expected), step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("select_interval", [1, 3, "auto"])
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_equals_capture_at_step(
+    dtype: torch.dtype,
+    select_interval: Any,
+    interval: int,
+    overlap: bool,
+    max_grad_norm: float | None,
+) -> None:
+    config = {
+        "update_interval": interval,
+        "select_interval": select_interval,
+        "overlap_step": overlap,
+        "max_grad_norm": max_grad_norm,
+        "topk_ratio": 0.2,
+    }
+    assert_equal(train(config | {"stream_gradients": True}, dtype), train(config, dtype))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulates_like_capture_at_step(parts: int) -> None:
+    config = {"update_interval": 3, "topk_ratio": 0.1}
+    streamed = train(config | {"stream_gradients": True}, torch.float32, parts)
+    assert_equal(streamed, train(config, torch.float32, parts))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_clips_as_torch_does(streaming: bool) -> None:
+    model, reference = make_model(), make_model()
+    config = {"overlap_step": False, "update_interval": 1, "topk_ratio": 0.1}
+    config |= {"max_grad_norm": 0.05, "stream_gradients": streaming}
+    ours = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-2, config=config)
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for step in range(NUM_STEPS):
+        backward(model, step)[0].backward()
+        ours.step()
+        backward(reference, step)[0].backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        assert norm > 0.05
+        plain.step()
+        plain.zero_grad()
+    ours.close()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=0, atol=2e-6)
+
+
+def streaming_optimizer(model: nn.Module, **config: Any) -> zenflow.ZenFlowAdamW:
+    settings = {"update_interval": 2, "stream_gradients": True} | config
+    return zenflow.ZenFlowAdamW(model.named_parameters(), lr=1e-2, config=settings)
+
+
+USES = {
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "read": lambda model: model[0].weight.grad.norm().item(),
+    "second backward": lambda model: backward(model, 1)[0].backward(),
+    "zero in place": lambda model: model[0].weight.grad.zero_(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_that_cannot_be_honoured_names_the_remedy(use: str) -> None:
+    model = make_model()
+    optimizer = streaming_optimizer(model)
+    backward(model, 0)[0].backward()
+    with pytest.raises(RuntimeError, match=r"max_grad_norm.*optimizer\.accumulate"):
+        USES[use](model)
+    optimizer.close()
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_whole() -> None:
+    """Also in the first step, which has begun states, and where channels were due for scoring."""
+    for bad_step in (0, 3, 4):
+        model, reference = make_model(), make_model()
+        config = {"select_interval": 1, "topk_ratio": 0.1}
+        ours, expected = (streaming_optimizer(m, **config) for m in (model, reference))
+        for step in range(9):
+            if step == bad_step:
+                before = copy.deepcopy(list(model.parameters()))
+                (backward(model, 77)[0] * float("inf")).backward()
+                ours.step()
+                assert ours.stats.skipped
+                assert all(map(torch.equal, model.parameters(), before))
+            for each, optimizer in ((model, ours), (reference, expected)):
+                backward(each, step)[0].backward()
+                optimizer.step()
+            assert not ours.stats.skipped
+            assert_equal([list(model.parameters())], [list(reference.parameters())])
+        ours.close()
+        expected.close()
+
+
+@pytest.mark.parametrize("drop", ["optimizer", "model"])
+def test_zeroed_gradients_are_dropped(drop: str) -> None:
+    model, reference = make_model(), make_model()
+    ours, expected = streaming_optimizer(model), streaming_optimizer(reference)
+    for step in range(6):
+        backward(model, 50 + step)[0].backward()
+        (ours if drop == "optimizer" else model).zero_grad()
+        for each, optimizer in ((model, ours), (reference, expected)):
+            backward(each, step)[0].backward()
+            optimizer.step()
+        assert_equal([list(model.parameters())], [list(reference.parameters())])
+    ours.close()
+    expected.close()
+
+
+def test_parameters_unfrozen_later_are_streamed_too() -> None:
+    model = make_model()
+    model[3].requires_grad_(False)
+    optimizer = streaming_optimizer(model)
+    backward(model, 0)[0].backward()
+    optimizer.step()
+    model[3].requires_grad_(True)
+    for step in range(1, 4):
+        backward(model, step)[0].backward()
+        optimizer.step()
+    assert optimizer.state_dict()["state"][4]["step"] == 3
+    backward(model, 9)[0].backward()
+    assert type(model[3].weight.grad).__name__ == "TakenGradient"
+    optimizer.close()
+
+
+def test_the_optimizer_is_still_collected() -> None:
+    model = make_model()
+    optimizer = streaming_optimizer(model)
+    backward(model, 0)[0].backward()
+    optimizer.step()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    backward(model, 1)[0].backward()
+    assert isinstance(model[0].weight.grad, Tensor)
+
+
+def test_saved_and_evaluated_weights_are_current() -> None:
+    model = make_model()
+    optimizer = zenflow.ZenFlowAdamW(
+        model.parameters(), lr=1e-2, config={"update_interval": 4}, model=model
+    )
+    for step in range(6):
+        backward(model, step)[0].backward()
+        optimizer.step()
+    assert optimizer.stats.staleness_steps > 0
+    saved = copy.deepcopy(model.state_dict())
+    assert optimizer.stats.staleness_steps == 0
+    for number, param in enumerate(saved.values()):
+        tensors = optimizer.state_dict()["state"][number]
+        if "master" in tensors:
+            assert torch.equal(tensors["master"], param)
+    backward(model, 9)[0].backward()
+    optimizer.step()
+    model.eval()
+    model(torch.zeros(1, 40))
+    assert optimizer.stats.staleness_steps == 0
+    optimizer.close()
