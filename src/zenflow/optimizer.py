@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zenflow.config import ZenFlowConfig
 from zenflow.core.rules import SubStep
-from zenflow.runtime import checkpoint, device_ops
+from zenflow.runtime import checkpoint, device_ops, interrupts
 from zenflow.runtime.engine import Engine, Gradient
 from zenflow.runtime.gradients import take_gradient
 from zenflow.runtime.memory import check_host_memory
@@ -149,10 +149,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        engine = self._running_engine()
-        if self._stream is not None:
-            self._settle_stream(engine, self._stream)
-        engine.step(self._take_gradients(shared=engine.platform.link.shared), self._hypers())
+        with interrupts.whole():
+            engine = self._running_engine()
+            if self._stream is not None:
+                self._settle_stream(engine, self._stream)
+            engine.step(self._take_gradients(shared=engine.platform.link.shared), self._hypers())
         return loss
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -173,7 +174,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             RuntimeError: if a host worker failed, with its cause.
         """
         if self._engine is not None and not self._closed:
-            self._engine.synchronize()
+            with interrupts.whole():
+                self._engine.synchronize()
 
     @torch.no_grad()
     def close(self) -> None:
@@ -183,7 +185,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if self._stream is not None:
             self._stream.detach()
         if self._finalizer is not None:
-            self._finalizer()
+            with interrupts.whole():
+                self._finalizer()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -195,7 +198,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """
         if self._engine is None:
             return super().state_dict()
-        exported = checkpoint.export(self._engine)
+        with interrupts.whole():
+            exported = checkpoint.export(self._engine)
         for param in self._names:
             if param in exported.states:
                 self.state[param] = exported.states[param]
@@ -225,6 +229,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             raise
         if self._engine is not None:
             self._engine.close(drain=False)
+        for param in self._names:
+            if was_taken(param):
+                param.grad = None  # it was the old state's
         self._use(engine)
 
     def _make_platform(self, device: torch.device) -> Platform:

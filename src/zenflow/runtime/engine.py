@@ -1,6 +1,7 @@
 """The engine: carries out one step in the order that docs/design.md states."""
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ class Engine:
         self._selected_channels = 0
         self._sweeps_begun_s: float | None = None
         self._closed = False
+        self._pid = os.getpid()
 
     def add_parameters(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
         """Register parameters, once each. State is created with a parameter's first gradient."""
@@ -86,6 +88,7 @@ class Engine:
         Raises:
             HostWorkError: if a sweep failed or a worker died, now or earlier.
         """
+        self._check_process()
         self.pipeline.raise_if_failed()
         self.platform.device.mark().wait()
         self.meter.begin_step()
@@ -95,6 +98,15 @@ class Engine:
         if self._skips(gradients, norms):
             return
         self.reread_edited()
+        try:
+            self._apply(gradients, hypers, self._clip_scale(norms))
+        except BaseException as error:
+            self.pipeline.fail(error)
+            raise
+
+    def _apply(
+        self, gradients: Sequence[Gradient], hypers: Mapping[Tensor, SubStep], scale: float
+    ) -> None:
         self.step_index += 1
         self.pipeline.release_copied()
         warm_up = self.step_index <= self.config.full_warm_up_rounds
@@ -105,7 +117,7 @@ class Engine:
         self._adopt_selections()
         for gradient in gradients:
             self.absorb(gradient, self.step_index)
-        self._commit(hypers, self._clip_scale(norms))
+        self._commit(hypers, scale)
         if overlap:
             self._sweeps_begun_s = self.platform.clock()
         self.pipeline.sweep_due(self.step_index, interval, overlap=overlap)
@@ -154,6 +166,7 @@ class Engine:
     def synchronize(self) -> None:
         """Apply and publish every gradient so far; device weights then are their masters,
         rounded."""
+        self._check_process()
         self.pipeline.raise_if_failed()
         self.reread_edited()
         self.pipeline.drain()
@@ -167,6 +180,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._pid:  # a fork: threads and pending work are the parent's
+            return
         try:
             if drain:
                 self.synchronize()
@@ -212,6 +227,13 @@ class Engine:
                 weight.reread(self.platform)
                 for segment in weight.segments:
                     segment.synchronous_until = self.step_index + _SYNCHRONOUS_AFTER_EDIT_STEPS
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this optimizer belongs to process {self._pid}, and its workers did not follow into "
+                f"the forked process {os.getpid()}; create a new optimizer there"
+            )
 
     def _check_place(self, param: Tensor, known: Tensor, name: str) -> None:
         if param.device != known.device or param.numel() != known.numel():

@@ -58,7 +58,7 @@ class HostPipeline:
         self.tables: list[Table] = []
         self.pool = BufferPool(platform.storage.buffer)
         self._copies: list[Transfer] = []
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     @property
     def segments(self) -> Iterator[Segment]:
@@ -206,6 +206,11 @@ class HostPipeline:
         """The same of one weight."""
         return _staleness(weight.segments, step)
 
+    def fail(self, error: BaseException) -> None:
+        """State is half changed: every later step raises."""
+        if self._failure is None:
+            self._failure = error
+
     def raise_if_failed(self) -> None:
         """Raise what went wrong earlier, or a worker's death now."""
         if self._failure is None:
@@ -215,7 +220,7 @@ class HostPipeline:
                 self._failure = error
         if self._failure is not None:
             raise HostWorkError(
-                f"host work failed and deferred updates are lost: {self._failure}; "
+                f"an earlier step failed and deferred updates are lost ({self._failure!r}); "
                 "restart from the last checkpoint"
             ) from self._failure
 

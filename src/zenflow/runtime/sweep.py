@@ -15,7 +15,7 @@ from zenflow.runtime.slots import Slot
 from zenflow.runtime.workers import Task
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class SweepJob:
     """What a worker needs, and nothing that leads back to the engine.
 
@@ -43,6 +43,9 @@ class SweepJob:
     after: Ticket
     busy_s: float = 0.0
     finished_s: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"the sweep of segment {self.key} ({len(self.slots)} slots)"
 
     def __call__(self) -> Transfer:
         for slot in self.slots:

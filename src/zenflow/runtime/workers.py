@@ -1,13 +1,18 @@
 """Host workers: threads that run sweeps, and the task through which one is waited for."""
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
+_log = logging.getLogger("zenflow")
+
 _LIVENESS_CHECK_S = 0.5
+_REPORT_EVERY_S = 30.0
 
 
 class WorkerDied(RuntimeError):
@@ -49,11 +54,13 @@ class ThreadTask(Generic[T]):
 
     def __init__(self, job: Callable[[], T], workers: "ThreadWorkers") -> None:
         self._job: Callable[[], T] | None = job
+        self.description = repr(job)
         self._workers = workers
         self._finished = threading.Event()
         self._error: BaseException | None = None
 
     def run(self) -> None:
+        """Run the job, in a worker."""
         job, self._job = self._job, None
         assert job is not None
         try:
@@ -68,8 +75,17 @@ class ThreadTask(Generic[T]):
         return self._finished.is_set()
 
     def wait(self) -> None:
+        begin_s = reported_s = time.monotonic()
         while not self._finished.wait(_LIVENESS_CHECK_S):
             self._workers.check()
+            if time.monotonic() - reported_s >= _REPORT_EVERY_S:
+                reported_s = time.monotonic()
+                _log.warning(
+                    "waiting for %.0f s for %r; workers: %s",
+                    reported_s - begin_s,
+                    self.description,
+                    self._workers.describe(),
+                )
         if self._error is not None:
             raise self._error
 
@@ -85,9 +101,13 @@ class ThreadWorkers:
         self.num_threads = num_threads
         self._queue: SimpleQueue[ThreadTask[Any] | None] = SimpleQueue()
         self._closed = False
+        self._running: dict[str, str] = {}
         self._threads = [
             threading.Thread(
-                target=_work, args=(self._queue,), name=f"zenflow-worker-{i}", daemon=True
+                target=_work,
+                args=(self._queue, self._running),
+                name=f"zenflow-worker-{i}",
+                daemon=True,
             )
             for i in range(num_threads)
         ]
@@ -104,6 +124,12 @@ class ThreadWorkers:
         if dead and not self._closed:
             raise WorkerDied(f"host worker threads have ended: {', '.join(dead)}")
 
+    def describe(self) -> str:
+        """What each worker is doing, for a report of a hang."""
+        return ", ".join(
+            f"{thread.name} {self._running.get(thread.name, 'is idle')}" for thread in self._threads
+        )
+
     def close(self) -> None:
         if self._closed:
             return
@@ -115,7 +141,10 @@ class ThreadWorkers:
                 thread.join()
 
 
-def _work(queue: "SimpleQueue[ThreadTask[Any] | None]") -> None:
+def _work(queue: "SimpleQueue[ThreadTask[Any] | None]", running: dict[str, str]) -> None:
+    name = threading.current_thread().name
     while (task := queue.get()) is not None:
+        running[name] = f"runs {task.description} since {time.strftime('%H:%M:%S')}"
         task.run()
         del task
+        del running[name]
