@@ -15,6 +15,10 @@ CHUNK_NUMEL = 32_000
 """Elements swept at a time: state and temporaries stay in cache, and torch runs so few in the
 calling thread alone, so a host worker never opens a thread pool of its own."""
 
+# MKL chooses its code on the first call, and a first call in several threads at once may compute with
+# low accuracy (pytorch/pytorch#188792): let it choose now.
+torch.ones(1, dtype=torch.float64).sqrt_()
+
 
 def adamw_(
     masters: list[Tensor],
@@ -48,12 +52,25 @@ def adamw_(
 def _updates(
     exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], coefficients: Sequence[Coefficients]
 ) -> list[Tensor]:
-    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    denominators = _sqrt(exp_avg_sqs)
     torch._foreach_mul_(denominators, [c.inv_sqrt_bias2 for c in coefficients])
     torch._foreach_add_(denominators, [c.eps for c in coefficients])
     updates = torch._foreach_div(exp_avgs, denominators)
     torch._foreach_mul_(updates, [c.step_size for c in coefficients])
     return list(updates)
+
+
+def _sqrt(tensors: list[Tensor]) -> list[Tensor]:
+    """Correctly rounded square roots of fp32 tensors.
+
+    On a CPU, torch takes fp32 roots by MKL's vector library, which is one ulp off for one value in
+    170; accelerators and the native kernels round correctly. The detour by fp64 does too: the root
+    of an fp32 value is never so near to the middle between two fp32 values that rounding twice
+    could go wrong.
+    """
+    if not tensors[0].is_cpu:
+        return list(torch._foreach_sqrt(tensors))
+    return [tensor.double().sqrt_().float() for tensor in tensors]
 
 
 def sweep(

@@ -93,6 +93,7 @@ class Engine:
         self.platform.device.mark().wait()
         self.meter.begin_step()
         if not gradients and not self._absorbed:
+            self.stats = self.stats.of_no_work()
             return
         norms = self._norms(gradients)
         if self._skips(gradients, norms):
@@ -267,7 +268,7 @@ class Engine:
         )
         for param in list(self._absorbed):
             self.forget(param)
-        self.stats = self.stats.of_skipped_step()
+        self.stats = self.stats.of_no_work(skipped=True)
         return True
 
     def _nonfinite(self, gradients: Sequence[Gradient], norms: Tensor) -> list[str]:

@@ -154,6 +154,9 @@ class Segment:
         if self.captured is not None:
             self._swap_captured(platform, self.captured, places, handover)
         self._place(platform, self.channels.after(handover))
+        platform.device.run(
+            device_ops.write_selected, self.weight, self.selected_index, self.selected.master
+        )
         return handover.incoming.numel()
 
     def _swap_captured(

@@ -45,14 +45,14 @@ class StepStats:
         """These figures with some of them changed."""
         return dataclasses.replace(self, **changes)
 
-    def of_skipped_step(self) -> "StepStats":
-        """The figures after a skipped step: the state as it was, and no work."""
+    def of_no_work(self, *, skipped: bool = False) -> "StepStats":
+        """The figures after a step that changed nothing: the state as it was."""
         return StepStats(
             step=self.step,
             update_interval=self.update_interval,
             staleness_steps=self.staleness_steps,
             selected_channels=self.selected_channels,
-            skipped=True,
+            skipped=skipped,
         )
 
 

@@ -1,0 +1,1 @@
+"""For tests, ours and yours: the oracle, and a simulated machine with late copies."""
