@@ -30,7 +30,7 @@ def plan_segments(shapes: Sequence[tuple[int, int]]) -> list[RowBlock]:
     block_numel = max(MIN_BLOCK_NUMEL, total // BLOCKS_PER_TABLE)
     table = []
     for weight, (rows, row_numel) in enumerate(shapes):
-        num_blocks = min(rows, -(-rows * row_numel // block_numel))
+        num_blocks = -(-rows // max(1, block_numel // row_numel))
         block_rows = -(-rows // num_blocks)
         for start in range(0, rows, block_rows):
             stop = min(rows, start + block_rows)

@@ -168,7 +168,7 @@ class Oracle:
         before = 0
         for p in split:
             rows, row_numel = p.view.shape[0], p.view[0].numel()
-            num_blocks = min(rows, math.ceil(rows * row_numel / largest))
+            num_blocks = math.ceil(rows / max(1, largest // row_numel))
             height = math.ceil(rows / num_blocks)
             for start in range(0, rows, height):
                 stop = min(rows, start + height)

@@ -1,0 +1,6 @@
+"""The option for the whole product; `runs` is imported as a module of this folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
