@@ -49,7 +49,12 @@ def edit_one(model: nn.Module) -> None:
     nn.init.zeros_(model[2].weight)
 
 
-EDITS = [load_state_dict, scale_in_place, replace_memory, edit_one]
+def write_through_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.copy_(param.detach() * 0.5)
+
+
+EDITS = [write_through_data, load_state_dict, scale_in_place, replace_memory, edit_one]
 
 
 @pytest.mark.parametrize("edit", EDITS)

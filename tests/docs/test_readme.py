@@ -2,13 +2,14 @@
 
 - ``python``: all blocks in order, in one fresh interpreter and an empty folder.
 - ``bash``: each line by its command. ``make`` runs with ``-n`` (the target must exist); ``pip install``
-  with ``--dry-run --no-deps`` (the project builds its metadata and has the extra); ``zenflow`` lines
-  are parsed by its own argument parser, and ``tests/cli`` runs the commands themselves.
+  with ``--dry-run --no-deps`` (the project builds its metadata and states the extra). ``zenflow`` lines
+  run in order in one folder that has the model and data they name, with ``--max-steps 2`` added.
 - ``text``: the annotated tree; each path in it must exist.
 
 A block of another kind or an unknown command fails, so nothing escapes unread.
 """
 
+import json
 import re
 import shlex
 import subprocess
@@ -52,7 +53,7 @@ def commands() -> list[str]:
 def run(args: list[str], cwd: Path, timeout_s: float = 120) -> str:
     done = subprocess.run(args, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"{shlex.join(args)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_no_block_of_an_unknown_kind():
@@ -68,8 +69,8 @@ def test_python_blocks_run_in_order(tmp_path):
     run([sys.executable, "-W", "error", "-c", script], cwd=tmp_path)
 
 
-@pytest.mark.parametrize("command", commands())
-def test_command(command, tmp_path):
+@pytest.mark.parametrize("command", [c for c in commands() if not c.startswith("zenflow ")])
+def test_command(command):
     program, *args = shlex.split(command, comments=True)
     match program, args:
         case "make", [target]:
@@ -78,26 +79,30 @@ def test_command(command, tmp_path):
             assert run(["make", "-n", target], cwd=ROOT)
         case "pip", ["install", *rest]:
             pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps"]
-            # A missing extra is only a warning to pip.
-            done = subprocess.run(
-                [*pip, "--no-build-isolation", *rest], cwd=ROOT, capture_output=True, text=True
+            assert "Would install torch-zenflow" in run(
+                [*pip, "--no-build-isolation", *rest], cwd=ROOT
             )
-            assert done.returncode == 0, done.stderr
-            assert "does not provide the extra" not in done.stdout + done.stderr
-        case "zenflow", rest:
-            parse_zenflow(rest)
+            pyproject = (ROOT / "pyproject.toml").read_text("utf-8")
+            for extra in re.findall(r"[\w-]+", "".join(re.findall(r"\[(.*)\]", rest[-1]))):
+                assert re.search(rf"^{extra} = \[", pyproject, re.M), extra
         case _:
             pytest.fail(f"no test knows how to execute {command!r}")
 
 
-def parse_zenflow(args: list[str]) -> None:
-    from zenflow.cli.main import build_parser
-
-    if "--help" in args:  # prints, and exits with 0
-        with pytest.raises(SystemExit, match="^0$"):
-            build_parser().parse_args(args)
-    else:
-        build_parser().parse_args(args)
+@pytest.mark.slow
+def test_zenflow_commands(tmp_path):
+    lines = [shlex.split(c, comments=True)[1:] for c in commands() if c.startswith("zenflow ")]
+    assert lines
+    rows = [{"text": f"Film {i} was worth seeing, and seen. " * 20} for i in range(40)]
+    (tmp_path / "reviews.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    zenflow = [sys.executable, "-m", "zenflow.cli"]
+    short = ["--max-steps", "2", "--batch-size", "2", "--max-length", "32"]
+    run([*zenflow, "finetune", *short, "--output", "path/to/model"], cwd=tmp_path, timeout_s=300)
+    for line in lines:
+        run([*zenflow, *line, *short], cwd=tmp_path, timeout_s=300)
+        if "--output" in line:
+            output = tmp_path / line[line.index("--output") + 1]
+            assert (output / "summary.json").exists()
 
 
 def test_paths_of_the_tree_exist():

@@ -41,16 +41,74 @@ def checksum(weight: Tensor, out: Tensor) -> None:
     out.copy_(weight.view(bits).sum(dtype=torch.int64))
 
 
-def norms(absorbed: Sequence[Tensor], grads: list[Tensor], exact: bool, out: Tensor) -> None:
-    """Write each gradient's norm: it is finite only if every element is.
+def lanes(weight: Tensor) -> Tensor:
+    """The bits of a weight ``[R, C(, K)]`` as integers ``[R, L]``, eight bytes each where they fit."""
+    rows = weight.flatten(1)
+    size = rows.element_size()
+    row_bytes = rows.shape[1] * size
+    packs = rows.stride(1) == 1 and (rows.stride(0) * size) % 8 == 0 and row_bytes % 8 == 0
+    if packs and rows.storage_offset() * size % 8 == 0:
+        return rows.view(torch.int64)
+    return rows.view(torch.int32 if size == 4 else torch.int16)
+
+
+class Watch(NamedTuple):
+    """A weight, its fingerprint as the runtime left it, and which lanes of it count."""
+
+    weight: Tensor
+    fingerprint: Tensor
+    lanes: Tensor
+
+
+def fingerprint(weight: Tensor, out: Tensor) -> None:
+    """Write the sum of each lane over the rows, modulo 2**64: exact in any order."""
+    torch.sum(lanes(weight), 0, dtype=torch.int64, out=out)
+
+
+def _num_changed(watches: Sequence[Watch]) -> Tensor:
+    """How many lanes that count have lost their fingerprint."""
+    actual = torch.cat([lanes(w.weight).sum(0, dtype=torch.int64) for w in watches])
+    expected = torch.cat([w.fingerprint for w in watches])
+    return ((actual != expected) & torch.cat([w.lanes for w in watches])).sum()
+
+
+def num_changed(watches: Sequence[Watch], out: Tensor) -> None:
+    """The same for each watch by itself."""
+    out.copy_(torch.stack([_num_changed([watch]) for watch in watches]))
+
+
+def observe(
+    absorbed: Sequence[Tensor],
+    grads: list[Tensor],
+    exact: bool,
+    watches: Sequence[Watch],
+    rounded: Sequence[tuple[Tensor, Tensor]],
+    out: Tensor,
+) -> None:
+    """Write each gradient's norm (finite only if every element is), then two numbers that are 0 if
+    nobody else has written a weight.
 
     Args:
         absorbed: norms taken before.
-        exact: in fp32 whatever the gradient's dtype, to clip by; else only to see what is finite.
+        exact: norms in fp32 whatever the gradient's dtype, to clip by; else only to see what is finite.
+        watches: deferred channels.
+        rounded: masters, and the weights that are these masters, rounded.
     """
     dtype = torch.float32 if exact else None
     found = torch._foreach_norm(grads, 2, dtype=dtype) if grads else ()
-    out.copy_(torch.stack([norm.float() for norm in (*absorbed, *found)]))
+    zero = out.new_zeros(())
+    changed = _num_changed(watches) if watches else zero
+    differ = _difference(rounded) if rounded else zero
+    values = (*absorbed, *found, changed, differ)
+    out.copy_(torch.stack([value.float() for value in values]))
+
+
+def _difference(rounded: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    weights = [weight for _, weight in rounded]
+    differences = [torch.empty_like(weight) for weight in weights]
+    torch._foreach_copy_(differences, [master for master, _ in rounded])
+    torch._foreach_sub_(differences, weights)
+    return torch.stack(torch._foreach_norm(differences, float("inf"))).amax()
 
 
 def norm(grad: Tensor, out: Tensor) -> None:

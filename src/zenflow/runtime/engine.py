@@ -24,6 +24,8 @@ from zenflow.runtime.weight import Resident, Weight, identity
 _log = logging.getLogger("zenflow")
 
 _SYNCHRONOUS_AFTER_EDIT_STEPS = 16
+_NOTICEABLE_STALL = 0.02
+"""Share of the time beside compute under which a stall is the cost of looking, not of waiting."""
 
 
 class Gradient(NamedTuple):
@@ -95,10 +97,10 @@ class Engine:
         if not gradients and not self._absorbed:
             self.stats = self.stats.of_no_work()
             return
-        norms = self._norms(gradients)
+        norms, changed = self._observe(gradients)
         if self._skips(gradients, norms):
             return
-        self.reread_edited()
+        self.reread_edited(changed)
         try:
             self._apply(gradients, hypers, self._clip_scale(norms))
         except BaseException as error:
@@ -169,7 +171,7 @@ class Engine:
         rounded."""
         self._check_process()
         self.pipeline.raise_if_failed()
-        self.reread_edited()
+        self.reread_edited(self._observe([])[1])
         self.pipeline.drain()
         self._mark_seen()
         self.meter.reset()
@@ -192,7 +194,7 @@ class Engine:
             self.platform.workers.close()
             self.platform.release()
 
-    def reread_edited(self, *, restored: bool = True) -> None:
+    def reread_edited(self, suspicious: bool = False, *, restored: bool = True) -> None:
         """Notice parameters that somebody else has written, and take their values for the masters.
 
         Gradients so far then count in the moments only, as they would in AdamW. What is edited may be
@@ -200,20 +202,21 @@ class Engine:
         published before ``step()`` returns, and the next edit finds it current.
 
         Args:
+            suspicious: some weight was written without a change of its version; look at each.
             restored: also compare parameters whose state was loaded with what it was saved for. Not
                 yet, while the model itself may still be loaded.
         """
         for resident in self.residents.values():
             if resident.restored and not restored:
                 continue
-            if resident.changed_outside(self.platform):
+            if resident.changed_outside(self.platform, suspicious=suspicious):
                 assert resident.state is not None
                 self._check_place(resident.param, resident.state.exp_avg, resident.name)
                 resident.reread(self.platform)
         for weight in self.weights.values():
             if weight.restored_checksum is not None and not restored:
                 continue
-            if weight.changed_outside(self.platform):
+            if weight.changed_outside(self.platform, suspicious=suspicious):
                 self._check_place(weight.param, weight.view, weight.name)
                 pending = self.pipeline.staleness_of(weight, self.step_index)
                 if pending:
@@ -250,14 +253,26 @@ class Engine:
         for weight in self.weights.values():
             weight.seen = identity(weight.param)
 
-    def _norms(self, gradients: Sequence[Gradient]) -> Tensor:
-        """Every gradient's norm, on the host: those absorbed earlier, then ``gradients``."""
-        device = self.platform.device
-        norms = device.empty((len(self._absorbed) + len(gradients),), torch.float32)
+    def _observe(self, gradients: Sequence[Gradient]) -> tuple[Tensor, bool]:
+        """Look at the device once: every gradient's norm, and whether others have written weights.
+
+        Returns:
+            The norms, those absorbed earlier first; and whether weights have changed unseen by version.
+        """
         absorbed = [norm for _, norm in self._absorbed.values() if norm is not None]
-        exact = self.config.max_grad_norm is not None
-        device.run(device_ops.norms, absorbed, [g.grad for g in gradients], exact, norms)
-        return device.read(norms)
+        num_norms = len(absorbed) + len(gradients)
+        out = self.platform.device.empty((num_norms + 2,), torch.float32)
+        self.platform.device.run(
+            device_ops.observe,
+            absorbed,
+            [gradient.grad for gradient in gradients],
+            self.config.max_grad_norm is not None,
+            [watch for weight in self.weights.values() for watch in weight.watches],
+            [pair for resident in self.residents.values() for pair in resident.rounded],
+            out,
+        )
+        seen = self.platform.device.read(out)
+        return seen[:num_norms], bool(seen[num_norms:].any())
 
     def _skips(self, gradients: Sequence[Gradient], norms: Tensor) -> bool:
         bad = self._nonfinite(gradients, norms)
@@ -302,7 +317,9 @@ class Engine:
         window_s = self.meter.begin_s - self._sweeps_begun_s
         host_s = self.meter.host_finished_s - self._sweeps_begun_s
         stall_s = self.meter.stall_in_step_s
-        if stall_s > 0:
+        if (
+            stall_s > _NOTICEABLE_STALL * window_s
+        ):  # the link was late, or the worker is slow to wake
             host_s = max(host_s, window_s + stall_s)
         self.controller.observe(Sample(window_s, host_s))
 

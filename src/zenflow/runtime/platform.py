@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from zenflow.backends.device import AcceleratorDevice, CpuDevice, Device
-from zenflow.backends.host_kernel import HostKernel, TorchKernel
+from zenflow.backends.host_kernel import HostKernel, choose_kernel
 from zenflow.backends.link import Link, SharedLink, StreamLink
 from zenflow.backends.reduce import LocalReduce, Reduce
 from zenflow.backends.storage import RamStorage, Storage
@@ -51,7 +51,7 @@ def choose_platform(device: torch.device, config: ZenFlowConfig) -> Platform:
     return Platform(
         device=CpuDevice() if shares_memory else AcceleratorDevice(device),
         link=SharedLink() if shares_memory else StreamLink(device),
-        kernel=TorchKernel(),
+        kernel=choose_kernel(),
         storage=RamStorage(pin=not shares_memory),
         reduce=LocalReduce(),
         workers=ThreadWorkers(num_threads),

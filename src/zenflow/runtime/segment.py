@@ -9,7 +9,7 @@ from zenflow.backends.ticket import Transfer
 from zenflow.core.channels import ChannelMap, Handover
 from zenflow.core.rules import SubStep, rebias_factor
 from zenflow.runtime import device_ops
-from zenflow.runtime.device_ops import SelectedState
+from zenflow.runtime.device_ops import SelectedState, Watch
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.slots import BufferPool, Captured, Slot
 from zenflow.runtime.sweep import Sweep
@@ -32,6 +32,9 @@ class Segment:
         host_steps: updates that the host state has had ("accumulate" only counts windows).
         last: the sub-step that the host state ended with.
         extrapolated: the visible weights are ahead of the master by a lookahead.
+        fingerprint: of the weight as the runtime last published it; ``deferred_lanes`` says which of
+            it are of deferred channels alone. Shows writes through ``param.data``, which no version
+            counts.
         synchronous_until: up to this step, every step is swept and published before it ends.
     """
 
@@ -50,6 +53,8 @@ class Segment:
     host_steps: int = 0
     last: SubStep | None = None
     extrapolated: bool = False
+    fingerprint: Tensor | None = None
+    deferred_lanes: Tensor | None = None
     synchronous_until: int = 0
 
     def begin(self, platform: Platform, selected: Tensor) -> None:
@@ -68,6 +73,20 @@ class Segment:
         state = platform.storage.fetch(self.key)
         state.master.copy_(self._deferred_weight(platform))
         platform.storage.store(self.key, state)
+        self.watch(platform)
+
+    def watch(self, platform: Platform) -> None:
+        """Take the fingerprint of the weight as it now is."""
+        if self.fingerprint is None:
+            num_lanes = device_ops.lanes(self.weight).shape[1]
+            self.fingerprint = platform.device.empty((num_lanes,), torch.int64)
+        platform.device.run(device_ops.fingerprint, self.weight, self.fingerprint)
+
+    def as_watched(self) -> Watch | None:
+        """What shows a write to the deferred channels; None before the first gradient."""
+        if self.channels is None or self.fingerprint is None or self.deferred_lanes is None:
+            return None
+        return Watch(self.weight, self.fingerprint, self.deferred_lanes)
 
     @property
     def host_shape(self) -> torch.Size:
@@ -126,6 +145,7 @@ class Segment:
             )
         else:
             platform.device.run(device_ops.scatter, self.weight, self.hosted_index, weights)
+        self.watch(platform)
 
     def adopt(self, platform: Platform, chosen: Tensor, substep: SubStep) -> int:
         """Hand over channels so that ``chosen`` are selected; returns how many became selected.
@@ -157,6 +177,7 @@ class Segment:
         platform.device.run(
             device_ops.write_selected, self.weight, self.selected_index, self.selected.master
         )
+        self.watch(platform)
         return handover.incoming.numel()
 
     def _swap_captured(
@@ -180,10 +201,14 @@ class Segment:
 
     def reread(self, platform: Platform) -> None:
         """Take the weight as it now is for the master of both sides; moments stay."""
+        assert self.channels is not None
         state = platform.storage.fetch(self.key)
         state.master.copy_(self._deferred_weight(platform))
         platform.storage.store(self.key, state)
         self.extrapolated = False
+        self.fingerprint = None  # other memory may have other lanes
+        self._place(platform, self.channels)
+        self.watch(platform)
         if self.selected is not None:
             index, master = self.selected_index, self.selected.master
             platform.device.run(device_ops.gather, self.weight, index, master)
@@ -223,10 +248,13 @@ class Segment:
 
     def _place(self, platform: Platform, channels: ChannelMap) -> None:
         self.channels = channels
-        self.selected_index = (
-            upload(platform, channels.selected) if channels.selected.numel() else None
-        )
-        self.hosted_index = upload(platform, channels.hosted) if channels.compact else None
+        selected, hosted = channels.selected, channels.hosted
+        self.selected_index = upload(platform, selected) if selected.numel() else None
+        self.hosted_index = upload(platform, hosted) if channels.compact else None
+        rows, num_channels, *_ = self.weight.shape
+        num_lanes = device_ops.lanes(self.weight).shape[1]
+        lanes = channels.deferred_lanes(self.weight.numel() // (rows * num_channels), num_lanes)
+        self.deferred_lanes = upload(platform, lanes)
 
     def _deferred_weight(self, platform: Platform) -> Tensor:
         if self.hosted_index is None:

@@ -12,7 +12,7 @@ from zenflow.core.channels import channel_view
 from zenflow.core.rules import SubStep
 from zenflow.core.selection import AUTO_INTERVAL_MIN, next_interval
 from zenflow.runtime import device_ops
-from zenflow.runtime.device_ops import DeviceUpdate, SelectedState
+from zenflow.runtime.device_ops import DeviceUpdate, SelectedState, Watch
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.segment import Segment
 
@@ -57,11 +57,25 @@ class Resident:
             self.state = self.state._replace(master=self.param.detach())
         self.seen = identity(self.param)
 
-    def changed_outside(self, platform: Platform) -> bool:
-        """Whether somebody else has written the parameter."""
-        if self.state is None or self.seen == identity(self.param):
+    @property
+    def rounded(self) -> list[tuple[Tensor, Tensor]]:
+        """The master, and the weight that is this master, rounded; nothing if it is its own."""
+        if self.state is None or not self.has_master or self.restored:
+            return []
+        return [(self.state.master, self.param.detach())]
+
+    def changed_outside(self, platform: Platform, *, suspicious: bool) -> bool:
+        """Whether somebody else has written the parameter.
+
+        Args:
+            suspicious: its values have to be looked at, too.
+        """
+        if self.state is None:
             return False
-        if not self.restored:
+        is_other = self.seen != identity(self.param)
+        if not is_other and not (suspicious and self.has_master):
+            return False
+        if is_other and not self.restored:
             return True
         self.restored = False
         count = platform.device.empty((), torch.int64)
@@ -208,15 +222,35 @@ class Weight:
         platform.device.run(device_ops.checksum, self.param.detach(), out)
         return int(platform.device.read(out).item())
 
-    def changed_outside(self, platform: Platform) -> bool:
-        """Whether somebody else has written the parameter."""
-        if not self.begun or self.seen == identity(self.param):
+    @property
+    def watches(self) -> list[Watch]:
+        """What shows a write to deferred channels that changed no version."""
+        return [watch for s in self.segments if (watch := s.as_watched()) is not None]
+
+    def changed_outside(self, platform: Platform, *, suspicious: bool) -> bool:
+        """Whether somebody else has written the parameter.
+
+        Args:
+            suspicious: fingerprints have to be looked at, too.
+        """
+        if not self.begun or not (self._is_other() or (suspicious and self._lost_print(platform))):
             return False
         expected, self.restored_checksum = self.restored_checksum, None
         if expected is not None and expected == self.checksum(platform):
             self.seen = identity(self.param)
+            for segment in self.segments:
+                segment.watch(platform)
             return False
         return True
+
+    def _is_other(self) -> bool:
+        return self.seen != identity(self.param)
+
+    def _lost_print(self, platform: Platform) -> bool:
+        watches = self.watches
+        out = platform.device.empty((len(watches),), torch.int64)
+        platform.device.run(device_ops.num_changed, watches, out)
+        return bool(platform.device.read(out).any())
 
     def reread(self, platform: Platform) -> None:
         """Take the parameter as it now is for the master of both sides. Nothing is in flight."""
@@ -259,7 +293,7 @@ class Weight:
 def identity(param: Tensor) -> tuple[int, int]:
     """Changes when a parameter is written in place or given other memory.
 
-    A write through ``param.data`` does not count its version and stays unseen.
+    A write through ``param.data`` does not count its version; fingerprints show it.
     """
     return param.data_ptr(), param._version
 
