@@ -20,7 +20,13 @@ import zenflow
 from zenflow.kernels import reference
 from zenflow.runtime import workers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "torch_kernel")
+
+
+@pytest.fixture
+def torch_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a test can put itself into the kernel's place."""
+    monkeypatch.setenv("ZENFLOW_KERNEL", "torch")
 
 
 def make_optimizer(num: int = 3, **config: Any) -> tuple[nn.Module, zenflow.ZenFlowAdamW]:
@@ -43,6 +49,7 @@ def worker_threads() -> list[threading.Thread]:
 
 SCRIPT_HEAD = """
 import os, signal, sys, threading, time
+os.environ["ZENFLOW_KERNEL"] = "torch"  # so that a test can put itself into its place
 import torch, zenflow
 torch.set_num_threads(1)
 torch.manual_seed(0)

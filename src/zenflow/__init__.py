@@ -10,6 +10,6 @@ from zenflow.config import ZenFlowConfig
 from zenflow.optimizer import ZenFlowAdamW
 from zenflow.runtime.stats import StepStats
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = ["StepStats", "ZenFlowAdamW", "ZenFlowConfig", "__version__"]
