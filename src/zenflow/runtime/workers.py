@@ -13,6 +13,8 @@ _log = logging.getLogger("zenflow")
 
 _LIVENESS_CHECK_S = 0.5
 _REPORT_EVERY_S = 30.0
+_JOIN_S = 2.0
+"""A worker that hangs in its job is a daemon and does not hold up the end of the process."""
 
 
 class WorkerDied(RuntimeError):
@@ -138,7 +140,7 @@ class ThreadWorkers:
             self._queue.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(_JOIN_S)
 
 
 def _work(queue: "SimpleQueue[ThreadTask[Any] | None]", running: dict[str, str]) -> None:
