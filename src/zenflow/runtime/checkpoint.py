@@ -15,9 +15,11 @@ from zenflow.core.selection import num_selected
 from zenflow.runtime import device_ops
 from zenflow.runtime.controller import AutoInterval
 from zenflow.runtime.engine import Engine
+from zenflow.runtime.resident import Resident
 from zenflow.runtime.segment import Segment, download, upload
+from zenflow.runtime.selection import Selection
 from zenflow.runtime.slots import Slot
-from zenflow.runtime.weight import Resident, Selection, Weight
+from zenflow.runtime.weight import Weight
 
 FORMAT_VERSION = 1
 _NOT_SEEN = (0, -1)
@@ -45,7 +47,7 @@ class Exported:
 
 def export(engine: Engine) -> Exported:
     """Copy out the state at this point of the schedule. Waits for sweeps, publishes nothing."""
-    engine.reread_edited(restored=False)
+    engine.edits.take(engine.step_index, restored=False)
     engine.pipeline.settle()
     states: dict[Tensor, dict[str, Any]] = {}
     for param, resident in engine.residents.items():

@@ -16,14 +16,15 @@ from zenflow.core.selection import num_selected
 from zenflow.runtime import device_ops
 from zenflow.runtime.controller import Controller, make_controller
 from zenflow.runtime.device_ops import DeviceUpdate
+from zenflow.runtime.edits import Edits
 from zenflow.runtime.pipeline import HostPipeline
 from zenflow.runtime.platform import Platform
+from zenflow.runtime.resident import Resident
 from zenflow.runtime.stats import Meter, StepStats
-from zenflow.runtime.weight import Resident, Weight, identity
+from zenflow.runtime.weight import Weight
 
 _log = logging.getLogger("zenflow")
 
-_SYNCHRONOUS_AFTER_EDIT_STEPS = 16
 _NOTICEABLE_STALL = 0.02
 """Share of the time beside compute under which a stall is the cost of looking, not of waiting."""
 
@@ -56,6 +57,7 @@ class Engine:
         self.pipeline = HostPipeline(platform, config, self.meter)
         self.residents: dict[Tensor, Resident] = {}
         self.weights: dict[Tensor, Weight] = {}
+        self.edits = Edits(platform, self.pipeline, self.residents, self.weights)
         self.stats = StepStats()
         self.step_index = 0
         self._absorbed: dict[Tensor, tuple[str, Tensor | None]] = {}
@@ -100,7 +102,7 @@ class Engine:
         norms, changed = self._observe(gradients)
         if self._skips(gradients, norms):
             return
-        self.reread_edited(changed)
+        self.edits.take(self.step_index, suspicious=changed)
         try:
             self._apply(gradients, hypers, self._clip_scale(norms))
         except BaseException as error:
@@ -126,7 +128,7 @@ class Engine:
         self.pipeline.sweep_due(self.step_index, interval, overlap=overlap)
         if not overlap:
             self.pipeline.publish_in_flight()
-        self._mark_seen()
+        self.edits.mark_seen()
         self._set_stats(interval)
 
     def absorb(self, gradient: Gradient, step: int, norm: Tensor | None = None) -> None:
@@ -171,9 +173,9 @@ class Engine:
         rounded."""
         self._check_process()
         self.pipeline.raise_if_failed()
-        self.reread_edited(self._observe([])[1])
+        self.edits.take(self.step_index, suspicious=self._observe([])[1])
         self.pipeline.drain()
-        self._mark_seen()
+        self.edits.mark_seen()
         self.meter.reset()
         self._sweeps_begun_s = None
         self.stats = self.stats.replaced(staleness_steps=0)
@@ -194,64 +196,12 @@ class Engine:
             self.platform.workers.close()
             self.platform.release()
 
-    def reread_edited(self, suspicious: bool = False, *, restored: bool = True) -> None:
-        """Notice parameters that somebody else has written, and take their values for the masters.
-
-        Gradients so far then count in the moments only, as they would in AdamW. What is edited may be
-        edited in every step (an embedding with ``max_norm``), so for some steps such a weight is
-        published before ``step()`` returns, and the next edit finds it current.
-
-        Args:
-            suspicious: some weight was written without a change of its version; look at each.
-            restored: also compare parameters whose state was loaded with what it was saved for. Not
-                yet, while the model itself may still be loaded.
-        """
-        for resident in self.residents.values():
-            if resident.restored and not restored:
-                continue
-            if resident.changed_outside(self.platform, suspicious=suspicious):
-                assert resident.state is not None
-                self._check_place(resident.param, resident.state.exp_avg, resident.name)
-                resident.reread(self.platform)
-        for weight in self.weights.values():
-            if weight.restored_checksum is not None and not restored:
-                continue
-            if weight.changed_outside(self.platform, suspicious=suspicious):
-                self._check_place(weight.param, weight.view, weight.name)
-                pending = self.pipeline.staleness_of(weight, self.step_index)
-                if pending:
-                    _log.warning(
-                        "%s was changed outside of the optimizer: its new values are kept, and "
-                        "the updates of %d pending steps count in its moments only; call "
-                        "synchronize() before such a change",
-                        weight.name,
-                        pending,
-                    )
-                self.pipeline.apply_unpublished(weight)
-                weight.reread(self.platform)
-                for segment in weight.segments:
-                    segment.synchronous_until = self.step_index + _SYNCHRONOUS_AFTER_EDIT_STEPS
-
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"this optimizer belongs to process {self._pid}, and its workers did not follow into "
                 f"the forked process {os.getpid()}; create a new optimizer there"
             )
-
-    def _check_place(self, param: Tensor, known: Tensor, name: str) -> None:
-        if param.device != known.device or param.numel() != known.numel():
-            raise ValueError(
-                f"{name} is now {tuple(param.shape)} on {param.device}, and the optimizer's state "
-                f"was made for {tuple(known.shape)} on {known.device}; build the optimizer after "
-                "moving or resizing the model"
-            )
-
-    def _mark_seen(self) -> None:
-        for resident in self.residents.values():
-            resident.seen = identity(resident.param)
-        for weight in self.weights.values():
-            weight.seen = identity(weight.param)
 
     def _observe(self, gradients: Sequence[Gradient]) -> tuple[Tensor, bool]:
         """Look at the device once: every gradient's norm, and whether others have written weights.
@@ -267,8 +217,8 @@ class Engine:
             absorbed,
             [gradient.grad for gradient in gradients],
             self.config.max_grad_norm is not None,
-            [watch for weight in self.weights.values() for watch in weight.watches],
-            [pair for resident in self.residents.values() for pair in resident.rounded],
+            self.edits.watches(),
+            self.edits.rounded(),
             out,
         )
         seen = self.platform.device.read(out)

@@ -1,4 +1,4 @@
-"""What the runtime knows of one parameter: a resident, or a weight split into segments."""
+"""A split parameter: its segments, its selection, its count of steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,151 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zenflow.backends.ticket import Transfer
 from zenflow.core.channels import channel_view
 from zenflow.core.rules import SubStep
-from zenflow.core.selection import AUTO_INTERVAL_MIN, next_interval
 from zenflow.runtime import device_ops
-from zenflow.runtime.device_ops import DeviceUpdate, SelectedState, Watch
+from zenflow.runtime.device_ops import DeviceUpdate, Watch
 from zenflow.runtime.platform import Platform
+from zenflow.runtime.resident import identity
 from zenflow.runtime.segment import Segment
-
-
-@dataclass(slots=True, eq=False)
-class Resident:
-    """A parameter updated whole on the device. An fp32 parameter is its own master.
-
-    Attributes:
-        grad: absorbed, its step not applied yet.
-        seen: the parameter's memory and version after the runtime's last write, to notice others'.
-        restored: the state was loaded and the parameter not yet compared with it.
-    """
-
-    param: Tensor
-    name: str
-    steps: int = 0
-    state: SelectedState | None = None
-    grad: Tensor | None = None
-    seen: tuple[int, int] = (0, 0)
-    restored: bool = False
-
-    @property
-    def has_master(self) -> bool:
-        return self.param.dtype != torch.float32
-
-    def begin(self, platform: Platform) -> None:
-        weight = self.param.detach()
-        device = platform.device
-        master = device.empty(weight.shape, torch.float32) if self.has_master else weight
-        moments = [device.empty(weight.shape, torch.float32) for _ in range(2)]
-        self.state = SelectedState(master, *moments)
-        device.run(_begin, weight, self.state)
-        self.seen = identity(self.param)
-
-    def reread(self, platform: Platform) -> None:
-        """Take the parameter as it now is for the master."""
-        assert self.state is not None
-        if self.has_master:
-            platform.device.run(device_ops.copy, self.state.master, self.param.detach())
-        else:
-            self.state = self.state._replace(master=self.param.detach())
-        self.seen = identity(self.param)
-
-    @property
-    def rounded(self) -> list[tuple[Tensor, Tensor]]:
-        """The master, and the weight that is this master, rounded; nothing if it is its own."""
-        if self.state is None or not self.has_master or self.restored:
-            return []
-        return [(self.state.master, self.param.detach())]
-
-    def changed_outside(self, platform: Platform, *, suspicious: bool) -> bool:
-        """Whether somebody else has written the parameter.
-
-        Args:
-            suspicious: its values have to be looked at, too.
-        """
-        if self.state is None:
-            return False
-        is_other = self.seen != identity(self.param)
-        if not is_other and not (suspicious and self.has_master):
-            return False
-        if is_other and not self.restored:
-            return True
-        self.restored = False
-        count = platform.device.empty((), torch.int64)
-        platform.device.run(_count_different, self.state.master, self.param.detach(), count)
-        if platform.device.read(count).item():
-            return True
-        self.seen = identity(self.param)
-        return False
-
-    @property
-    def num_selected(self) -> int:
-        """All its channels, if it has any."""
-        return self.param.shape[1] if self.param.dim() >= 2 else 0
-
-    def updates(self, hyper: SubStep, step: int) -> list[DeviceUpdate]:
-        """Count the absorbed gradient; returns its selective update."""
-        grad, self.grad = self.grad, None
-        assert self.state is not None and grad is not None
-        self.steps += 1
-        coefficients = hyper._replace(step=self.steps).coefficients()
-        return [DeviceUpdate(self.param.detach(), None, self.state, grad, coefficients)]
-
-
-@dataclass(slots=True, eq=False)
-class Selection:
-    """A weight's chosen channels over time. Segments adopt a version each at a time of its own.
-
-    Attributes:
-        chosen: the latest choice, int64 ``[k]`` ascending.
-        version: counts the choices.
-        interval: steps between two scorings; adapts if ``auto``.
-        due: the step from which the next gradient is scored.
-        pending: choices on their way from the device, each with the step that it was made at.
-    """
-
-    chosen: Tensor
-    interval: int
-    auto: bool
-    due: int
-    version: int = 0
-    pending: list[tuple[int, Transfer]] = field(default_factory=list)
-
-    @classmethod
-    def begin(cls, chosen: Tensor, interval: int | str, step: int, index: int) -> "Selection":
-        """The first choice, made at ``step``; weights take turns by their ``index``."""
-        auto = interval == "auto"
-        first = AUTO_INTERVAL_MIN if isinstance(interval, str) else interval
-        return cls(chosen, first, auto, step + first - index % first)
-
-    def score(self, platform: Platform, grad: Tensor, step: int) -> None:
-        """Choose anew by this gradient; the choice arrives in a later step."""
-        num = self.chosen.numel()
-        chosen = platform.device.empty((num,), torch.int64)
-        platform.device.run(device_ops.score, grad, platform.reduce, chosen)
-        target = None if platform.link.shared else platform.storage.buffer((num,), torch.int64)
-        self.pending.append((step, platform.link.to_host(chosen, target, platform.device.mark())))
-        self.due = step + self.interval
-
-    def forget(self, step: int) -> None:
-        """Drop a choice made at a step that is not applied; the next gradient is scored instead."""
-        if self.pending and self.pending[-1][0] == step:
-            self.pending.pop()
-            self.due = step
-
-    def arrive(self, step: int) -> None:
-        """Take the choice of an earlier step, if there is one."""
-        if not self.pending or self.pending[0][0] >= step:
-            return
-        scored, transfer = self.pending.pop(0)
-        chosen = transfer.wait()
-        if self.auto:
-            changed = (~torch.isin(chosen, self.chosen)).sum().item() / chosen.numel()
-            self.interval = next_interval(self.interval, changed)
-            self.due = scored + self.interval
-        self.chosen = chosen
-        self.version += 1
+from zenflow.runtime.selection import Selection
 
 
 @dataclass(slots=True, eq=False)
@@ -288,22 +151,3 @@ class Weight:
             self.selection = None
             for segment in self.segments:
                 segment.channels = None
-
-
-def identity(param: Tensor) -> tuple[int, int]:
-    """Changes when a parameter is written in place or given other memory.
-
-    A write through ``param.data`` does not count its version; fingerprints show it.
-    """
-    return param.data_ptr(), param._version
-
-
-def _count_different(master: Tensor, weight: Tensor, count: Tensor) -> None:
-    count.copy_((master.to(weight.dtype) != weight).sum())
-
-
-def _begin(weight: Tensor, state: SelectedState) -> None:
-    if state.master is not weight:
-        state.master.copy_(weight)
-    state.exp_avg.zero_()
-    state.exp_avg_sq.zero_()

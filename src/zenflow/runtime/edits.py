@@ -1,0 +1,107 @@
+"""Weights that somebody else has written between steps: noticed, and taken as they are."""
+
+import logging
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from zenflow.runtime.device_ops import Watch
+from zenflow.runtime.pipeline import HostPipeline
+from zenflow.runtime.platform import Platform
+from zenflow.runtime.resident import Resident, identity
+from zenflow.runtime.weight import Weight
+
+_log = logging.getLogger("zenflow")
+
+_SYNCHRONOUS_AFTER_EDIT_STEPS = 16
+
+
+class Edits:
+    """Compares every parameter with what the runtime last left in it.
+
+    Args:
+        platform: what the parameters' state lies on.
+        pipeline: what may have to be applied before an edited weight is read again.
+        residents, weights: the engine's own, which grow.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        pipeline: HostPipeline,
+        residents: Mapping[Tensor, Resident],
+        weights: Mapping[Tensor, Weight],
+    ) -> None:
+        self._platform = platform
+        self._pipeline = pipeline
+        self._residents = residents
+        self._weights = weights
+
+    def watches(self) -> list[Watch]:
+        """What shows writes that changed no version, for deferred channels."""
+        return [watch for weight in self._weights.values() for watch in weight.watches]
+
+    def rounded(self) -> list[tuple[Tensor, Tensor]]:
+        """The same for residents: masters, and the weights that are these masters, rounded."""
+        return [pair for resident in self._residents.values() for pair in resident.rounded]
+
+    def mark_seen(self) -> None:
+        """What the parameters hold now is the runtime's own."""
+        for resident in self._residents.values():
+            resident.seen = identity(resident.param)
+        for weight in self._weights.values():
+            weight.seen = identity(weight.param)
+
+    def take(self, step: int, *, suspicious: bool = False, restored: bool = True) -> None:
+        """Take the values of edited parameters for their masters.
+
+        Gradients so far then count in the moments only, as they would in AdamW. What is edited may be
+        edited in every step (an embedding with ``max_norm``), so for some steps such a weight is
+        published before ``step()`` returns, and the next edit finds it current.
+
+        Args:
+            step: applied steps so far.
+            suspicious: some weight was written without a change of its version; look at each.
+            restored: also compare parameters whose state was loaded with what it was saved for. Not
+                yet, while the model itself may still be loaded.
+
+        Raises:
+            ValueError: if a parameter is of another size or on another device now.
+        """
+        for resident in self._residents.values():
+            if resident.restored and not restored:
+                continue
+            if resident.changed_outside(self._platform, suspicious=suspicious):
+                assert resident.state is not None
+                _check_place(resident.param, resident.state.exp_avg, resident.name)
+                resident.reread(self._platform)
+        for weight in self._weights.values():
+            if weight.restored_checksum is not None and not restored:
+                continue
+            if weight.changed_outside(self._platform, suspicious=suspicious):
+                _check_place(weight.param, weight.view, weight.name)
+                self._take_weight(weight, step)
+
+    def _take_weight(self, weight: Weight, step: int) -> None:
+        pending = self._pipeline.staleness_of(weight, step)
+        if pending:
+            _log.warning(
+                "%s was changed outside of the optimizer: its new values are kept, and the updates "
+                "of %d pending steps count in its moments only; call synchronize() before such a "
+                "change",
+                weight.name,
+                pending,
+            )
+        self._pipeline.apply_unpublished(weight)
+        weight.reread(self._platform)
+        for segment in weight.segments:
+            segment.synchronous_until = step + _SYNCHRONOUS_AFTER_EDIT_STEPS
+
+
+def _check_place(param: Tensor, known: Tensor, name: str) -> None:
+    if param.device != known.device or param.numel() != known.numel():
+        raise ValueError(
+            f"{name} is now {tuple(param.shape)} on {param.device}, and the optimizer's state was "
+            f"made for {tuple(known.shape)} on {known.device}; build the optimizer after moving or "
+            "resizing the model"
+        )
