@@ -108,7 +108,7 @@ def _difference(rounded: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     differences = [torch.empty_like(weight) for weight in weights]
     torch._foreach_copy_(differences, [master for master, _ in rounded])
     torch._foreach_sub_(differences, weights)
-    return torch.stack(torch._foreach_norm(differences, float("inf"))).amax()
+    return torch.stack(torch._foreach_norm(differences, 1)).amax()
 
 
 def norm(grad: Tensor, out: Tensor) -> None:

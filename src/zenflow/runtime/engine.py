@@ -120,7 +120,7 @@ class Engine:
         self._measure_window()
         interval = 1 if warm_up else self.controller.interval(self.step_index)
         self._adopt_selections()
-        for gradient in gradients:
+        for gradient in self._most_urgent_first(gradients, interval):
             self.absorb(gradient, self.step_index)
         self._commit(hypers, scale)
         if overlap:
@@ -130,6 +130,12 @@ class Engine:
             self.pipeline.publish_in_flight()
         self.edits.mark_seen()
         self._set_stats(interval)
+
+    def _most_urgent_first(self, gradients: Sequence[Gradient], interval: int) -> list[Gradient]:
+        """What is swept at the end of this step crosses the link before what only waits."""
+        due = set(self.pipeline.due(self.step_index, interval))
+        urgent = {p for p, weight in self.weights.items() if not due.isdisjoint(weight.segments)}
+        return sorted(gradients, key=lambda gradient: gradient.param not in urgent)
 
     def absorb(self, gradient: Gradient, step: int, norm: Tensor | None = None) -> None:
         """Take a gradient: its deferred part into slots, its selected part aside until the step.

@@ -115,20 +115,25 @@ class HostPipeline:
                 left -= oldest.source.nbytes
                 oldest.wait()
 
+    def due(self, step: int, interval: int) -> list[Segment]:
+        """Segments that a gradient of ``step`` would make, or leaves, due at its end."""
+        auto = self.config.update_interval == "auto"
+        max_age = max(interval, self.config.max_update_interval) if auto else interval
+        return [
+            segment
+            for table in self.tables
+            for segment, phase in zip(table.segments, table.phases(interval), strict=True)
+            if segment.synchronous_until >= step
+            or schedule.is_due(step, phase, interval, segment.oldest or step, max_age)
+        ]
+
     def sweep_due(self, step: int, interval: int, *, overlap: bool) -> None:
         """Start the sweep of every segment that is due at ``step``."""
         delay = schedule.lookahead_steps(interval, overlap) if self.config.lookahead else 0.0
-        auto = self.config.update_interval == "auto"
-        max_age = max(interval, self.config.max_update_interval) if auto else interval
-        for table in self.tables:
-            for segment, phase in zip(table.segments, table.phases(interval), strict=True):
-                if not segment.waiting:
-                    continue
-                if segment.synchronous_until >= step:
-                    self.start_sweep(segment, 0.0)
-                elif schedule.is_due(step, phase, interval, segment.waiting[0].step, max_age):
-                    self.start_sweep(segment, delay)
-        for segment in self.segments:
+        due = [segment for segment in self.due(step, interval) if segment.waiting]
+        for segment in due:
+            self.start_sweep(segment, 0.0 if segment.synchronous_until >= step else delay)
+        for segment in due:
             if segment.synchronous_until >= step and segment.sweep is not None:
                 self._publish(segment, segment.sweep)
 
