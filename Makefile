@@ -13,12 +13,13 @@ INSTALLED := .venv/.installed
 NATIVE := $(wildcard src/zenflow/kernels/native/*.cpp src/zenflow/kernels/native/*.h \
   src/zenflow/kernels/native/build.py)
 
-.PHONY: help demo test check format-check lint types layers format hooks clean
+.PHONY: help demo test fuzz check format-check lint types layers format hooks clean
 
 help:
 	@echo "make demo    fine-tune a small language model, offline, in a few minutes"
 	@echo "make test    run the tests"
 	@echo "make check   what CI runs: format-check, lint, types, layers, test"
+	@echo "make fuzz    random sequences of calls against the oracle, for SECONDS=60"
 	@echo "make format  format the code and fix what can be fixed"
 	@echo "make hooks   run the quick checks before each commit"
 	@echo "make clean   remove .venv, caches and builds; trained models stay"
@@ -28,6 +29,11 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+SECONDS ?= 60
+
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS)
 
 check: format-check lint types layers test
 

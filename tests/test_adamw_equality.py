@@ -56,6 +56,9 @@ def largest_difference(one: list[nn.Parameter], other: list[nn.Parameter]) -> fl
     return max((a.detach() - b.detach()).abs().max().item() for a, b in pairs)
 
 
+@pytest.mark.covers(
+    "hyperparameters of each group", "learning rate schedules", "parameters without a gradient"
+)
 @pytest.mark.parametrize("ratio", [0, 0.05, 0.5, 1])
 def test_synchronous_is_adamw(ratio: float) -> None:
     """200 steps, several groups, a schedule, weight decay, a reselection every 7 steps."""
@@ -115,6 +118,7 @@ def test_warm_up_rounds_are_adamw() -> None:
     optimizer.close()
 
 
+@pytest.mark.covers("16-bit state")
 @pytest.mark.parametrize("config", [{"overlap_step": False}, {"update_interval": 3}])
 def test_bf16_weights_track_an_fp64_adamw_at_a_tiny_rate(config: dict[str, Any]) -> None:
     """A bf16 master would lose most of these updates. (Decay at this rate is below fp32 itself.)"""
@@ -139,6 +143,7 @@ def test_bf16_weights_track_an_fp64_adamw_at_a_tiny_rate(config: dict[str, Any])
     assert torch.equal(param.detach(), master.float().bfloat16())
 
 
+@pytest.mark.covers("moments at reselection")
 @pytest.mark.parametrize("rule", ["replay", "accumulate"])
 @pytest.mark.parametrize("interval", [1, 4])
 def test_a_constant_gradient_never_oversteps(rule: str, interval: int) -> None:
@@ -168,6 +173,7 @@ def test_a_constant_gradient_never_oversteps(rule: str, interval: int) -> None:
     optimizer.close()
 
 
+@pytest.mark.covers("decoupled decay")
 def test_decay_is_decoupled_and_exact() -> None:
     """Without a gradient signal, weights shrink by lr * weight_decay alone."""
     for interval in (1, 3):
@@ -185,6 +191,7 @@ def test_decay_is_decoupled_and_exact() -> None:
         )
 
 
+@pytest.mark.covers("learning rate schedules")
 def test_a_rate_of_zero_moves_nothing() -> None:
     params = make_params()
     before = [param.detach().clone() for param in params]

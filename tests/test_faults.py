@@ -70,6 +70,7 @@ def run_script(body: str, **arguments: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.covers("ends with its process")
 def test_ctrl_c_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = make_optimizer(overlap_step=False)
     expected_model, expected = make_optimizer(overlap_step=False)
@@ -123,6 +124,7 @@ def test_a_second_ctrl_c_gets_through_and_the_state_is_not_trusted_after_it() ->
     assert "restart from the last checkpoint" in done.stdout
 
 
+@pytest.mark.covers("ends with its process")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
 def test_signals_end_the_process_at_once(name: str) -> None:
     script = SCRIPT_HEAD + "step()\nprint('ready', flush=True)\nwhile True: step()"
@@ -136,6 +138,7 @@ def test_signals_end_the_process_at_once(name: str) -> None:
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.covers("pending steps", "ends with its process")
 @pytest.mark.parametrize("ending", ["pass", "sys.exit(3)", "raise RuntimeError('the loop')"])
 def test_pending_steps_are_applied_at_exit(ending: str, tmp_path: Path) -> None:
     """The weight lies in a mapped file, so that it can be read when the process is gone."""
@@ -164,6 +167,7 @@ def test_pending_steps_are_applied_at_exit(ending: str, tmp_path: Path) -> None:
     assert torch.equal(torch.from_file(str(path), size=64 * 64).view(64, 64), weight)
 
 
+@pytest.mark.covers("ends with its process")
 def test_a_forked_child_is_told_and_harmless() -> None:
     done = run_script(
         """
@@ -187,6 +191,7 @@ def test_a_forked_child_is_told_and_harmless() -> None:
     assert "closed without" not in done.stderr
 
 
+@pytest.mark.covers("DataLoader workers")
 def test_data_loader_workers_do_not_disturb() -> None:
     model, optimizer = make_optimizer()
     step(model, optimizer)
@@ -234,6 +239,7 @@ def test_an_exception_in_the_loop_between_backward_and_step_changes_nothing() ->
     expected.close()
 
 
+@pytest.mark.covers("slow is not dead")
 def test_a_hang_says_what_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,6 +257,7 @@ def test_a_hang_says_what_is_waited_for(
     )
 
 
+@pytest.mark.covers("memory over time")
 def test_created_and_closed_many_times_leaves_nothing() -> None:
     model, optimizer = make_optimizer()
     step(model, optimizer)
@@ -282,6 +289,7 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+@pytest.mark.covers("memory over time")
 @pytest.mark.slow
 def test_memory_is_flat_over_steps_saves_and_evaluations() -> None:
     torch.manual_seed(0)

@@ -65,6 +65,7 @@ def test_it_is_an_optimizer_and_takes_the_gradients() -> None:
     optimizer.close()
 
 
+@pytest.mark.covers("closures")
 def test_a_closure_is_evaluated_with_gradients_on() -> None:
     model, ours, reference, plain = twin(lr=1e-2)
     for step in range(5):
@@ -83,6 +84,7 @@ def test_a_closure_is_evaluated_with_gradients_on() -> None:
     ours.close()
 
 
+@pytest.mark.covers("several backward passes")
 @pytest.mark.parametrize("num_backwards", [1, 2, 5, 8])
 def test_several_backward_passes_add_up(num_backwards: int) -> None:
     model, ours, reference, plain = twin(lr=1e-2)
@@ -106,6 +108,7 @@ def clip_by_value(model: nn.Module) -> None:
     nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
 
+@pytest.mark.covers("clipping")
 @pytest.mark.parametrize("clip", [clip_by_norm, clip_by_value])
 def test_every_gradient_is_clipped(clip: Callable[[nn.Module], None]) -> None:
     model, ours, reference, plain = twin(lr=1e-2)
@@ -119,6 +122,7 @@ def test_every_gradient_is_clipped(clip: Callable[[nn.Module], None]) -> None:
     ours.close()
 
 
+@pytest.mark.covers("hyperparameters of each group", "groups added later")
 def test_a_group_added_later_has_its_own_hyperparameters() -> None:
     model, reference = make_model(), make_model()
     ours = zenflow.ZenFlowAdamW(model[0].parameters(), lr=1e-2, config=SYNCHRONOUS)
@@ -149,6 +153,7 @@ def test_a_tensor_learning_rate_is_read_in_each_step() -> None:
     ours.close()
 
 
+@pytest.mark.covers("tied weights")
 def test_tied_weights_have_one_state() -> None:
     models = [make_model(), make_model()]
     for each in models:
@@ -187,6 +192,7 @@ def hold_array(grads: list[Tensor]) -> list[Tensor]:
     return [torch.from_numpy(grad.numpy()) for grad in grads]
 
 
+@pytest.mark.covers("gradients in foreign memory")
 @pytest.mark.parametrize("hold", [hold_alias, hold_view, hold_same, hold_array])
 def test_a_gradient_that_somebody_else_overwrites_later_is_still_exact(
     hold: Callable[[list[Tensor]], list[Tensor]],
@@ -209,6 +215,7 @@ def test_a_gradient_that_somebody_else_overwrites_later_is_still_exact(
         assert torch.equal(param, other)
 
 
+@pytest.mark.covers("gradients in foreign memory")
 def test_static_gradient_buffers_are_copied() -> None:
     """As DDP's bucket views and captured graphs have them."""
     config = {"update_interval": 3, "topk_ratio": 0.1}
@@ -248,6 +255,7 @@ def test_where_the_cpu_is_the_device_an_own_gradient_is_not_copied() -> None:
 # Steps that are skipped
 
 
+@pytest.mark.covers("a gradient that is not finite")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["0.weight", "2.bias"])
 def test_a_gradient_that_is_not_finite_changes_nothing(
@@ -335,6 +343,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 }
 
 
+@pytest.mark.covers("refused by name: what is not supported")
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(what: str) -> None:
     act, message = REFUSED[what]
@@ -342,6 +351,7 @@ def test_what_is_not_supported_is_refused_by_name(what: str) -> None:
         act(make_model())
 
 
+@pytest.mark.covers("refused by name: what is not supported")
 @pytest.mark.parametrize("name", ["amsgrad", "maximize", "capturable", "differentiable", "fused"])
 def test_options_of_other_optimizers_are_refused(name: str) -> None:
     with pytest.raises(TypeError, match=name):
@@ -364,6 +374,7 @@ def broken_after(optimizer: zenflow.ZenFlowAdamW, model: nn.Module) -> None:
     object.__setattr__(platform, "kernel", type("Broken", (), {"sweep": fail_in_worker})())
 
 
+@pytest.mark.covers("failed workers")
 def test_a_worker_that_raises_makes_the_next_step_raise_with_the_cause() -> None:
     model = make_model()
     optimizer = zenflow.ZenFlowAdamW(model.parameters(), config={"update_interval": 1})
@@ -386,6 +397,7 @@ def train_slowly(model: nn.Module, optimizer: zenflow.ZenFlowAdamW) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.covers("failed workers")
 def test_a_worker_thread_that_dies_makes_the_next_step_raise_within_seconds() -> None:
     model = make_model()
     optimizer = zenflow.ZenFlowAdamW(
@@ -430,6 +442,7 @@ def test_no_thread_before_the_first_step_and_none_after_collection() -> None:
     assert len(masters) == 2
 
 
+@pytest.mark.covers("several optimizers")
 def test_two_optimizers_in_one_process_do_not_meet() -> None:
     config = {"update_interval": 2, "topk_ratio": 0.1}
     models = [make_model(seed) for seed in (0, 1, 0, 1)]
@@ -471,6 +484,7 @@ def test_compute_threads_are_given_back() -> None:
 # Figures
 
 
+@pytest.mark.covers("overlap that can be seen")
 def test_stats_are_json_ready_and_add_up() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(100, 100, bias=False) for _ in range(16)]

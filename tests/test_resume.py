@@ -64,6 +64,7 @@ def through_file(*objects: object) -> list:
     return torch.load(buffer, weights_only=True)
 
 
+@pytest.mark.covers("resume")
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_resume_is_bit_exact(number: int) -> None:
     interval, ratio, rule, lookahead, overlap, select_interval = CASES[number]
@@ -130,6 +131,7 @@ def test_a_saved_state_is_a_copy() -> None:
             assert torch.equal(tensor, saved["state"][number][name]), (number, name)
 
 
+@pytest.mark.covers("the optimizer's state as plain AdamW has it")
 @pytest.mark.parametrize("ratio", [0, 0.1, 1])
 def test_plain_adamw_and_back(ratio: float) -> None:
     """AdamW continues from our state and we from its, as AdamW alone would have gone on."""
@@ -166,6 +168,7 @@ def other_version(state: dict) -> None:
     state["zenflow"]["version"] = 99
 
 
+@pytest.mark.covers("a state that does not fit")
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -194,6 +197,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     optimizer.close()
 
 
+@pytest.mark.covers("a state that does not fit")
 def test_another_topk_ratio_is_refused_while_gradients_wait_and_taken_after_synchronize() -> None:
     model = make_model()
     grads = make_grads(model, 10)
@@ -228,6 +232,7 @@ torch.save(model.state_dict(), sys.argv[3])
 """
 
 
+@pytest.mark.covers("resume")
 def test_resume_in_a_new_process(tmp_path) -> None:
     model = make_model()
     grads = make_grads(model, 12)

@@ -54,6 +54,7 @@ def assert_equal(one: list[list[Tensor]], other: list[list[Tensor]]) -> None:
             assert torch.equal(param, expected), step
 
 
+@pytest.mark.covers("streaming capture")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("select_interval", [1, 3, "auto"])
 @pytest.mark.parametrize("interval", [1, 4])
@@ -76,6 +77,7 @@ def test_equals_capture_at_step(
     assert_equal(train(config | {"stream_gradients": True}, dtype), train(config, dtype))
 
 
+@pytest.mark.covers("several backward passes", "streaming capture")
 @pytest.mark.parametrize("parts", [2, 4])
 def test_accumulates_like_capture_at_step(parts: int) -> None:
     config = {"update_interval": 3, "topk_ratio": 0.1}
@@ -83,6 +85,7 @@ def test_accumulates_like_capture_at_step(parts: int) -> None:
     assert_equal(streamed, train(config, torch.float32, parts))
 
 
+@pytest.mark.covers("clipping", "streaming capture")
 @pytest.mark.parametrize("streaming", [True, False])
 def test_clips_as_torch_does(streaming: bool) -> None:
     model, reference = make_model(), make_model()
@@ -117,6 +120,7 @@ USES = {
 }
 
 
+@pytest.mark.covers("clipping", "streaming capture")
 @pytest.mark.parametrize("use", USES)
 def test_a_use_that_cannot_be_honoured_names_the_remedy(use: str) -> None:
     model = make_model()
@@ -127,6 +131,7 @@ def test_a_use_that_cannot_be_honoured_names_the_remedy(use: str) -> None:
     optimizer.close()
 
 
+@pytest.mark.covers("a gradient that is not finite", "streaming capture")
 def test_a_gradient_that_is_not_finite_skips_the_step_whole() -> None:
     """Also in the first step, which has begun states, and where channels were due for scoring."""
     for bad_step in (0, 3, 4):
@@ -193,6 +198,7 @@ def test_the_optimizer_is_still_collected() -> None:
     assert isinstance(model[0].weight.grad, Tensor)
 
 
+@pytest.mark.covers("pending steps")
 def test_saved_and_evaluated_weights_are_current() -> None:
     model = make_model()
     optimizer = zenflow.ZenFlowAdamW(

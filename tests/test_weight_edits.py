@@ -57,6 +57,7 @@ def write_through_data(model: nn.Module) -> None:
 EDITS = [write_through_data, load_state_dict, scale_in_place, replace_memory, edit_one]
 
 
+@pytest.mark.covers("weights written by the user")
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("ratio", [0, 0.1, 1])
 def test_synchronous_equals_adamw_with_the_same_edit(
@@ -77,6 +78,7 @@ def test_synchronous_equals_adamw_with_the_same_edit(
         torch.testing.assert_close(param, other, rtol=0, atol=2e-6)
 
 
+@pytest.mark.covers("weights written by the user")
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("interval", [1, 4])
@@ -200,6 +202,7 @@ def test_resume_in_either_order_of_loading_is_bit_exact() -> None:
     optimizer.close()
 
 
+@pytest.mark.covers("weights written by the user")
 def test_a_state_loaded_for_other_weights_does_not_bring_its_own_back() -> None:
     model = make_model(torch.bfloat16)
     optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-2, config={"update_interval": 4})

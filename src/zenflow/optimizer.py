@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, overload
@@ -22,6 +23,30 @@ from zenflow.runtime.streaming import GradientStream, was_taken
 
 _log = logging.getLogger("zenflow")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Shared:
+    """What changes in an optimizer's life, in one object.
+
+    Wrappers such as Fabric's run an optimizer's methods on an object of their own that has a copy of its
+    attributes: what such a method assigns has to be seen by the optimizer, too.
+    """
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.finalizer: weakref.finalize[Any, Any] | None = None
+        self.stream: GradientStream | None = None
+        self.batches: list[list[Tensor]] = []
+        self.names: dict[Tensor, str] = {}
+        self.entry: dict[str, Any] | None = None
+        self.closed = False
+
+
+def _add_entry(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Before the user's own hooks: the entry that ``state_dict()`` has made ready."""
+    assert isinstance(optimizer, ZenFlowAdamW)
+    if optimizer._shared.entry is not None:
+        state_dict["zenflow"] = optimizer._shared.entry
 
 
 class ZenFlowAdamW(torch.optim.Optimizer):
@@ -74,20 +99,17 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         model: nn.Module | None = None,
     ) -> None:
         self._config = ZenFlowConfig.of(config)
-        self._engine: Engine | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._batches: list[list[Tensor]] = []
-        self._closed = False
-        self._constructed = False
+        self._shared = _Shared()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self._batches = [[p for group in self.param_groups for p in group["params"]]]
-        check_host_memory(self._batches[0], self._config)
-        self._names = self._name_params()
-        self._constructed = True
-        self._stream = GradientStream(self._absorb) if self._config.stream_gradients else None
-        if self._stream is not None:
-            self._stream.attach(self._all_params())
+        params = self._all_params()
+        check_host_memory(params, self._config)
+        self._shared.batches.append(params)
+        self._shared.names = self._name_params()
+        self.register_state_dict_post_hook(_add_entry, prepend=True)
+        if self._config.stream_gradients:
+            self._shared.stream = GradientStream(self._absorb)
+            self._shared.stream.attach(params)
         if model is not None:
             keep_current(model, self)
 
@@ -95,6 +117,24 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def config(self) -> ZenFlowConfig:
         """The settings in force."""
         return self._config
+
+    @property
+    def _engine(self) -> Engine | None:
+        return self._shared.engine
+
+    @property
+    def _stream(self) -> GradientStream | None:
+        return self._shared.stream
+
+    @property
+    def _names(self) -> dict[Tensor, str]:
+        return self._shared.names
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ZenFlowAdamW owns threads and host memory and can be neither copied nor pickled; "
+            "build a new one and use state_dict() and load_state_dict()"
+        )
 
     @property
     def stats(self) -> StepStats:
@@ -112,14 +152,14 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         try:
             _check_group(group, len(self.param_groups) - 1)
             self._one_device()
-            if self._constructed:
+            if self._shared.batches:
                 check_host_memory(group["params"], self._config)
         except (ValueError, MemoryError):
             self.param_groups.pop()
             raise
-        if self._constructed:
-            self._names = self._name_params()
-            self._batches.append(list(group["params"]))
+        if self._shared.batches:  # not in the constructor
+            self._shared.names = self._name_params()
+            self._shared.batches.append(list(group["params"]))
             if self._stream is not None:
                 self._stream.attach(group["params"])
             if self._engine is not None:
@@ -173,7 +213,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: if a host worker failed, with its cause.
         """
-        if self._engine is not None and not self._closed:
+        if self._engine is not None and not self._shared.closed:
             with interrupts.whole():
                 self._engine.synchronize()
 
@@ -181,12 +221,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def close(self) -> None:
         """Synchronize and end the worker threads. Idempotent; also done on garbage collection and
         exit."""
-        self._closed = True
+        self._shared.closed = True
         if self._stream is not None:
             self._stream.detach()
-        if self._finalizer is not None:
+        if self._shared.finalizer is not None:
             with interrupts.whole():
-                self._finalizer()
+                self._shared.finalizer()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -203,13 +243,13 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         for param in self._names:
             if param in exported.states:
                 self.state[param] = exported.states[param]
+        numbers = {param: i for i, param in enumerate(self._all_params())}
+        self._shared.entry = exported.entry(numbers)
         try:
-            packed = super().state_dict()
+            return super().state_dict()
         finally:
             self.state.clear()
-        numbers = {param: i for i, param in enumerate(self._all_params())}
-        packed["zenflow"] = exported.entry(numbers)
-        return packed
+            self._shared.entry = None
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -218,12 +258,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: if it does not fit the parameters or the config; nothing is changed then.
         """
-        params = self._all_params()
-        loaded = checkpoint.parse(state_dict, params, self._config)
+        state_dict = self._before_load(state_dict)
+        loaded = checkpoint.parse(state_dict, self._all_params(), self._config)
         engine = self._new_engine()
         try:
             checkpoint.restore(engine, loaded)
-            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+            self._load_groups(state_dict["param_groups"])
         except BaseException:
             engine.close(drain=False)
             raise
@@ -234,11 +274,30 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 param.grad = None  # it was the old state's
         self._use(engine)
 
+    def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What torch does first: the hooks see, and may replace, the whole state."""
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
+
+    def _load_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        """torch's own loading, without state and without the hooks that have run."""
+        hooks, self._optimizer_load_state_dict_pre_hooks = (
+            self._optimizer_load_state_dict_pre_hooks,
+            OrderedDict(),
+        )
+        try:
+            super().load_state_dict({"state": {}, "param_groups": param_groups})
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = hooks
+
     def _make_platform(self, device: torch.device) -> Platform:
         return choose_platform(device, self._config)
 
     def _running_engine(self) -> Engine:
-        if self._closed:
+        if self._shared.closed:
             raise RuntimeError("this optimizer is closed; create a new one to go on training")
         if self._engine is None:
             self._use(self._new_engine())
@@ -247,7 +306,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     def _new_engine(self) -> Engine:
         engine = Engine(self._make_platform(self._one_device()), self._config)
-        for batch in self._batches:
+        for batch in self._shared.batches:
             self._add_to(engine, batch)
         return engine
 
@@ -255,10 +314,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         engine.add_parameters(params, [self._names[param] for param in params])
 
     def _use(self, engine: Engine) -> None:
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        self._engine = engine
-        self._finalizer = weakref.finalize(self, engine.close)
+        shared = self._shared
+        if shared.finalizer is not None:
+            shared.finalizer.detach()
+        shared.engine = engine
+        shared.finalizer = weakref.finalize(shared, engine.close)
 
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -290,9 +350,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def _absorb(self, param: Tensor) -> None:
         """Take one gradient in the backward pass."""
         engine = self._running_engine()
-        if (
-            param in engine.absorbed
-        ):  # and zeroed since, or this gradient would have been added to it
+        if param in engine.absorbed:  # and zeroed since, or autograd would have added to it
             engine.forget(param)
         name = self._names[param]
         grad = take_gradient(param, name, engine.platform.link.shared)

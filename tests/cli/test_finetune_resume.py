@@ -63,6 +63,7 @@ def test_signals_are_noted_and_a_second_ctrl_c_interrupts() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.mark.covers("resume", "zenflow finetune")
 def test_resumed_run_ends_like_one_that_never_stopped(
     small: list[object], cli: Cli, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def loss_by_hand(output: Path) -> float:
     return total / count
 
 
+@pytest.mark.covers("exported weights", "zenflow finetune")
 @pytest.mark.parametrize("optimizer", ["zenflow", "adamw", "zero-offload"])
 def test_each_optimizer_trains_and_the_saved_model_has_the_reported_loss(
     optimizer: str, small: list[object], cli: Cli, tmp_path: Path

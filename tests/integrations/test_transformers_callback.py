@@ -73,6 +73,7 @@ def train(tmp_path: Path, callbacks: list[TrainerCallback], **more: Any) -> Trai
     return trainer
 
 
+@pytest.mark.covers("pending steps", "Hugging Face Trainer")
 def test_weights_are_current_at_every_evaluation_and_save(tmp_path: Path) -> None:
     witness, callback = Witness(), ZenFlowCallback()
     train(tmp_path, [callback, witness])

@@ -36,6 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("number", range(len(PRODUCT)) if full else sample())
 
 
+@pytest.mark.covers("hyperparameters of each group", "parameters without a gradient", "shapes")
 def test_bits(number: int) -> None:
     compare(Run.at(number))
 

@@ -23,6 +23,7 @@ def machine(root: Path, cgroup: str, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
+@pytest.mark.covers("host memory")
 @pytest.mark.parametrize(
     ("cgroup", "files", "expected"),
     [
@@ -76,6 +77,7 @@ def test_need_at_interval_4_in_bf16() -> None:
     assert need.total == 17_500
 
 
+@pytest.mark.covers("host memory")
 def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: Available(10 * MIB, "a test"))
     fits = torch.nn.Parameter(torch.zeros(512, 512))

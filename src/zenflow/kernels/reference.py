@@ -15,10 +15,6 @@ CHUNK_NUMEL = 32_000
 """Elements swept at a time: state and temporaries stay in cache, and torch runs so few in the
 calling thread alone, so a host worker never opens a thread pool of its own."""
 
-# MKL chooses its code on the first call, and a first call in several threads at once may compute with
-# low accuracy (pytorch/pytorch#188792): let it choose now.
-torch.ones(1, dtype=torch.float64).sqrt_()
-
 
 def adamw_(
     masters: list[Tensor],
@@ -63,14 +59,16 @@ def _updates(
 def _sqrt(tensors: list[Tensor]) -> list[Tensor]:
     """Correctly rounded square roots of fp32 tensors.
 
-    On a CPU, torch takes fp32 roots by MKL's vector library, which is one ulp off for one value in
-    170; accelerators and the native kernels round correctly. The detour by fp64 does too: the root
-    of an fp32 value is never so near to the middle between two fp32 values that rounding twice
-    could go wrong.
+    On a CPU, torch takes roots by MKL's vector library. Its fp32 roots are one ulp off for one
+    value in 170, where accelerators and the native kernel round correctly. For either precision it
+    opens a thread pool in every calling thread, which collapses when the cores are taken, and a
+    first call in several threads at once may compute with low accuracy (pytorch/pytorch#188792).
+    ``rsqrt`` and ``reciprocal`` are torch's own code. In fp64 they are accurate enough to round to
+    the right fp32 value, for all of them (compared one by one).
     """
     if not tensors[0].is_cpu:
         return list(torch._foreach_sqrt(tensors))
-    return [tensor.double().sqrt_().float() for tensor in tensors]
+    return [tensor.double().rsqrt_().reciprocal_().float() for tensor in tensors]
 
 
 def sweep(

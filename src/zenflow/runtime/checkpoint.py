@@ -19,6 +19,7 @@ from zenflow.runtime.resident import Resident
 from zenflow.runtime.segment import Segment, download, upload
 from zenflow.runtime.selection import Selection
 from zenflow.runtime.slots import Slot
+from zenflow.runtime.stats import StepStats
 from zenflow.runtime.weight import Weight
 
 FORMAT_VERSION = 1
@@ -47,18 +48,18 @@ class Exported:
 
 def export(engine: Engine) -> Exported:
     """Copy out the state at this point of the schedule. Waits for sweeps, publishes nothing."""
-    engine.edits.take(engine.step_index, restored=False)
+    engine.take_edits(restored=False)
     engine.pipeline.settle()
     states: dict[Tensor, dict[str, Any]] = {}
     for param, resident in engine.residents.items():
-        if resident.state is not None:
+        if resident.steps:
             states[param] = _export_resident(engine, resident)
     weights = {}
     for param, weight in engine.weights.items():
-        if weight.begun:
+        if weight.steps:
             states[param] = _export_weight(engine, weight)
             weights[param] = {
-                "selection": _export_selection(weight.selection),
+                "selection": _export_selection(weight.selection, engine.step_index),
                 "substep": None if weight.substep is None else list(weight.substep),
                 "checksum": _checksum(engine, weight),
                 "segments": [_export_segment(s) for s in weight.segments],
@@ -98,15 +99,17 @@ def _checksum(engine: Engine, weight: Weight) -> int:
     return weight.checksum(engine.platform)
 
 
-def _export_selection(selection: Selection | None) -> dict[str, Any] | None:
+def _export_selection(selection: Selection | None, step: int) -> dict[str, Any] | None:
+    """Without what a streamed gradient of the next step has already chosen."""
     if selection is None:
         return None
+    pending = [(scored, transfer) for scored, transfer in selection.pending if scored <= step]
     return {
         "chosen": selection.chosen.clone(),
         "version": selection.version,
         "interval": selection.interval,
-        "due": selection.due,
-        "pending": [[step, transfer.wait().clone()] for step, transfer in selection.pending],
+        "due": selection.due if len(pending) == len(selection.pending) else step + 1,
+        "pending": [[scored, transfer.wait().clone()] for scored, transfer in pending],
     }
 
 
@@ -121,6 +124,7 @@ def _export_segment(segment: Segment) -> dict[str, Any]:
         "host_steps": segment.host_steps,
         "last": None if segment.last is None else list(segment.last),
         "extrapolated": segment.extrapolated,
+        "synchronous_until": segment.synchronous_until,
         "unpublished_delay": None if segment.sweep is None else segment.sweep.job.delay,
         "slots": [
             {
@@ -232,6 +236,7 @@ def restore(engine: Engine, loaded: Loaded) -> None:
             _restore_weight(engine, engine.weights[param], state, loaded.weights[param])
         else:
             engine.weights[param].inherited = {k: torch.clone(v) for k, v in state.items()}
+    engine.stats = StepStats(step=engine.step_index)
 
 
 def _restore_resident(engine: Engine, resident: Resident, state: Mapping[str, Any]) -> None:
@@ -270,6 +275,7 @@ def _restore_weight(
         segment.host_steps = saved["host_steps"]
         segment.last = None if saved["last"] is None else SubStep(*saved["last"])
         segment.extrapolated = saved["extrapolated"]
+        segment.synchronous_until = saved["synchronous_until"]
     weight.inherit(platform, state)
     engine.count_trained(weight.param, weight.num_selected)
     for segment, saved in zip(weight.segments, extra["segments"], strict=True):

@@ -8,7 +8,7 @@ from torch import Tensor
 from zenflow.runtime.device_ops import Watch
 from zenflow.runtime.pipeline import HostPipeline
 from zenflow.runtime.platform import Platform
-from zenflow.runtime.resident import Resident, identity
+from zenflow.runtime.resident import Resident, check_place, identity
 from zenflow.runtime.weight import Weight
 
 _log = logging.getLogger("zenflow")
@@ -73,14 +73,16 @@ class Edits:
                 continue
             if resident.changed_outside(self._platform, suspicious=suspicious):
                 assert resident.state is not None
-                _check_place(resident.param, resident.state.exp_avg, resident.name)
+                check_place(resident.param, resident.state.exp_avg, resident.name)
                 resident.reread(self._platform)
         for weight in self._weights.values():
             if weight.restored_checksum is not None and not restored:
                 continue
             if weight.changed_outside(self._platform, suspicious=suspicious):
-                _check_place(weight.param, weight.view, weight.name)
+                check_place(weight.param, weight.view, weight.name)
                 self._take_weight(weight, step)
+            elif not weight.begun and weight.seen != identity(weight.param):
+                weight.follow()
 
     def _take_weight(self, weight: Weight, step: int) -> None:
         pending = self._pipeline.staleness_of(weight, step)
@@ -94,14 +96,7 @@ class Edits:
             )
         self._pipeline.apply_unpublished(weight)
         weight.reread(self._platform)
+        if weight.steps == 0:  # its first gradient was streamed: nothing can have lagged
+            return
         for segment in weight.segments:
             segment.synchronous_until = step + _SYNCHRONOUS_AFTER_EDIT_STEPS
-
-
-def _check_place(param: Tensor, known: Tensor, name: str) -> None:
-    if param.device != known.device or param.numel() != known.numel():
-        raise ValueError(
-            f"{name} is now {tuple(param.shape)} on {param.device}, and the optimizer's state was "
-            f"made for {tuple(known.shape)} on {known.device}; build the optimizer after moving or "
-            "resizing the model"
-        )

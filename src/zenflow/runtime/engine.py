@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -179,12 +180,16 @@ class Engine:
         rounded."""
         self._check_process()
         self.pipeline.raise_if_failed()
-        self.edits.take(self.step_index, suspicious=self._observe([])[1])
+        self.take_edits()
         self.pipeline.drain()
         self.edits.mark_seen()
         self.meter.reset()
         self._sweeps_begun_s = None
         self.stats = self.stats.replaced(staleness_steps=0)
+
+    def take_edits(self, *, restored: bool = True) -> None:
+        """Between steps: see :meth:`Edits.take`."""
+        self.edits.take(self.step_index, suspicious=self._observe([])[1], restored=restored)
 
     def close(self, *, drain: bool = True) -> None:
         """End the workers, after draining if that is asked for and possible. Idempotent."""
@@ -290,7 +295,8 @@ class Engine:
                 if segment.adopted == selection.version or segment.oldest is not None:
                     continue
                 assert weight.substep is not None
-                moved = segment.adopt(self.platform, selection.chosen, weight.substep)
+                with nullcontext() if self.platform.link.shared else self.meter.stall():
+                    moved = segment.adopt(self.platform, selection.chosen, weight.substep)
                 segment.adopted = selection.version
                 if segment.start == 0:
                     self.meter.reselected_channels += moved

@@ -19,6 +19,16 @@ def identity(param: Tensor) -> tuple[int, int]:
     return param.data_ptr(), param._version
 
 
+def check_place(param: Tensor, known: Tensor, name: str) -> None:
+    """Refuse a parameter that is of another size or on another device than what is ``known``."""
+    if param.device != known.device or param.numel() != known.numel():
+        raise ValueError(
+            f"{name} is now {tuple(param.shape)} on {param.device}, and the optimizer's state was "
+            f"made for {tuple(known.shape)} on {known.device}; build the optimizer after moving or "
+            "resizing the model"
+        )
+
+
 @dataclass(slots=True, eq=False)
 class Resident:
     """A parameter updated whole on the device. An fp32 parameter is its own master.

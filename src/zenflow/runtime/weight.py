@@ -12,7 +12,7 @@ from zenflow.core.rules import SubStep
 from zenflow.runtime import device_ops
 from zenflow.runtime.device_ops import DeviceUpdate, Watch
 from zenflow.runtime.platform import Platform
-from zenflow.runtime.resident import identity
+from zenflow.runtime.resident import check_place, identity
 from zenflow.runtime.segment import Segment
 from zenflow.runtime.selection import Selection
 
@@ -47,6 +47,7 @@ class Weight:
 
     def begin(self, platform: Platform, grad: Tensor, interval: int | str, step: int) -> None:
         """Create the state, with the channels that this first gradient selects."""
+        self.follow()
         chosen = torch.empty(0, dtype=torch.int64)
         if self.num_selected:
             scored = platform.device.empty((self.num_selected,), torch.int64)
@@ -115,11 +116,21 @@ class Weight:
         platform.device.run(device_ops.num_changed, watches, out)
         return bool(platform.device.read(out).any())
 
-    def reread(self, platform: Platform) -> None:
-        """Take the parameter as it now is for the master of both sides. Nothing is in flight."""
+    def follow(self) -> None:
+        """Look at the parameter's present memory, which may be other than it was.
+
+        Raises:
+            ValueError: if it is of another size or on another device now.
+        """
+        check_place(self.param, self.view, self.name)
         self.view = channel_view(self.param.detach())
         for segment in self.segments:
             segment.weight = self.view[segment.start : segment.stop]
+
+    def reread(self, platform: Platform) -> None:
+        """Take the parameter as it now is for the master of both sides. Nothing is in flight."""
+        self.follow()
+        for segment in self.segments:
             segment.reread(platform)
         self.seen = identity(self.param)
 

@@ -157,12 +157,13 @@ class Oracle:
         self.params = [Parameter(w, config, owner[i]) for i, w in enumerate(weights)]
         self.t = 0
         self.skipped = False
+        self.order: dict[int, int] = {}
         self._plan([self.params[i] for group in groups for i in group["params"]])
 
     def _plan(self, params: Sequence[Parameter]) -> None:
         """Row blocks and their phases."""
         split = [p for p in params if p.split]
-        self.order = {id(p): i for i, p in enumerate(split)}
+        self.order |= {id(p): i for i, p in enumerate(split, len(self.order))}
         total = sum(p.weight.numel() for p in split)
         largest = max(65536, total // 64)
         before = 0
@@ -259,6 +260,12 @@ class Oracle:
                 elif b.extrapolated:
                     b.unpublished, b.extrapolated = (0, b.master.to(p.weight.dtype)), False
         self._publish()
+
+    def add_group(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """More parameters, behind those there are; they form a segment table of their own."""
+        added = [Parameter(weight, self.config, group) for weight in weights]
+        self.params += added
+        self._plan(added)
 
     def edit(self, index: int, value: Tensor) -> None:
         """The user writes a weight between two steps."""

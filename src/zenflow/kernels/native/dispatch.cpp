@@ -1,0 +1,88 @@
+// The exported functions, and which instruction sets this machine can run.
+#include "api.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace zenflow {
+
+// One for each object file that build.py compiles from sweep.cpp.
+namespace portable { extern const InstructionSet instruction_set; }
+namespace avx2 { extern const InstructionSet instruction_set; }
+namespace avx512 { extern const InstructionSet instruction_set; }
+namespace neon { extern const InstructionSet instruction_set; }
+
+namespace {
+
+struct Candidate {
+  const char* name;
+  const InstructionSet* code;
+  bool (*runs_here)();
+};
+
+bool always() { return true; }
+
+#if defined(__x86_64__)
+struct Cpuid {
+  uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+  explicit Cpuid(uint32_t leaf) { __get_cpuid_count(leaf, 0, &eax, &ebx, &ecx, &edx); }
+};
+
+constexpr bool bit(uint32_t word, int position) { return word >> position & 1; }
+
+// Whether the operating system saves these registers when it switches threads.
+bool saved(uint32_t registers) {
+  if (!bit(Cpuid(1).ecx, 27)) return false;  // xgetbv is not allowed
+  uint32_t low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & registers) == registers;
+}
+
+bool has_avx2() {
+  return saved(0x06) && bit(Cpuid(1).ecx, 29) /* F16C */ && bit(Cpuid(7).ebx, 5);
+}
+
+bool has_avx512() {
+  const uint32_t features = Cpuid(7).ebx;
+  return saved(0xe6) && bit(features, 16) /* F */ && bit(features, 17) /* DQ */ &&
+         bit(features, 30) /* BW */ && bit(features, 31) /* VL */;
+}
+#endif
+
+// Best first.
+constexpr Candidate kCandidates[] = {
+#if defined(__x86_64__)
+    {"avx512", &avx512::instruction_set, has_avx512},
+    {"avx2", &avx2::instruction_set, has_avx2},
+#elif defined(__aarch64__)
+    {"neon", &neon::instruction_set, always},
+#endif
+    {"portable", &portable::instruction_set, always},
+};
+constexpr int kNumCandidates = sizeof kCandidates / sizeof kCandidates[0];
+
+}  // namespace
+}  // namespace zenflow
+
+using zenflow::kCandidates;
+
+extern "C" {
+
+#define ZENFLOW_EXPORT __attribute__((visibility("default")))
+
+// A digest of the sources and flags that this library was built from.
+ZENFLOW_EXPORT const char* zenflow_build_id() { return ZENFLOW_BUILD_ID; }
+
+// Instruction sets compiled in, best first: null behind the last.
+ZENFLOW_EXPORT const char* zenflow_isa_name(int isa) {
+  return isa < zenflow::kNumCandidates ? kCandidates[isa].name : nullptr;
+}
+
+ZENFLOW_EXPORT int zenflow_isa_runs_here(int isa) { return kCandidates[isa].runs_here(); }
+
+ZENFLOW_EXPORT void zenflow_sweep(
+    int isa, int grad_type, int weight_type, const zenflow::SweepArgs* args) {
+  kCandidates[isa].code->sweep[grad_type][weight_type](*args);
+}
+}

@@ -1,0 +1,263 @@
+"""Lightning and Fabric, with nothing but the optimizer changed."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import LR, OVERLAPPED, SYNCHRONOUS, assert_close, assert_same_bits, copies
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from zenflow import ZenFlowAdamW
+
+lightning = pytest.importorskip("lightning")
+from lightning.fabric import Fabric  # noqa: E402
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+
+from zenflow.integrations.lightning import ZenFlowLightningCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+]
+
+Optimizer = torch.optim.Optimizer
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+
+
+class Tiny(LightningModule):
+    def __init__(self, optimizer: type[Optimizer], *, give_model: bool = False, **options: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 20))
+        self.make = optimizer
+        self.options = options | ({"model": self.net} if give_model else {})
+        self.losses: list[float] = []
+        self.validated: list[float] = []
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.net(x) - x).float().square().mean()
+
+    def training_step(self, x: Tensor, _: int) -> Tensor:
+        loss = self.loss(x)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, x: Tensor, _: int) -> None:
+        loss = self.loss(x)
+        self.validated.append(loss.item())
+        self.log("val_loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.parameters(), lr=LR, **self.options)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Manual(Tiny):
+    """Its own optimization, with clipping and accumulation by hand."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, x: Tensor, number: int) -> Tensor:
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        loss = super().training_step(x, number)
+        self.manual_backward(loss / 2)
+        if number % 2:
+            self.clip_gradients(optimizer, 0.05, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        return loss
+
+
+def make_loader(count: int = 96) -> DataLoader:
+    rows = list(torch.randn(count, 20, generator=torch.Generator().manual_seed(0)))
+    return DataLoader(rows, batch_size=4)
+
+
+def make_trainer(output: Path, *callbacks: Callback, **more: Any) -> Trainer:
+    arguments: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        "default_root_dir": output,
+        "limit_val_batches": 2,
+    }
+    return Trainer(**(arguments | more), callbacks=list(callbacks))
+
+
+def fit(module: Tiny, trainer: Trainer, checkpoint: Path | None = None) -> list[Tensor]:
+    trainer.fit(module, make_loader(), make_loader(8), ckpt_path=checkpoint)
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, ZenFlowAdamW):
+            optimizer.close()
+    return copies(module)
+
+
+CASES: dict[str, tuple[type[Tiny], dict[str, Any]]] = {
+    "plain": (Tiny, {}),
+    "clipping by norm": (Tiny, {"gradient_clip_val": 0.05}),
+    "clipping by value": (
+        Tiny,
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    "accumulation": (Tiny, {"accumulate_grad_batches": 5, "gradient_clip_val": 0.05}),
+    "manual": (Manual, {}),
+}
+
+
+@pytest.mark.covers("Lightning", "clipping")
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_with_adamw(case: str, tmp_path: Path) -> None:
+    kind, more = CASES[case]
+    ours, plain = kind(ZenFlowAdamW, config=SYNCHRONOUS), kind(torch.optim.AdamW)
+    assert_close(*[fit(module, make_trainer(tmp_path, **more)) for module in (ours, plain)])
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+@pytest.mark.covers("Lightning")
+def test_autocast_trains_as_with_adamw(tmp_path: Path) -> None:
+    ours, plain = Tiny(ZenFlowAdamW, config=SYNCHRONOUS), Tiny(torch.optim.AdamW)
+    trained = [fit(m, make_trainer(tmp_path, precision="bf16-mixed")) for m in (ours, plain)]
+    assert_close(*trained, atol=1e-3)  # roundings to bf16 differ where fp32 differs by one rounding
+
+
+@pytest.mark.covers("Lightning", "resume")
+@pytest.mark.parametrize("config", [SYNCHRONOUS, OVERLAPPED], ids=["synchronous", "overlapped"])
+@pytest.mark.parametrize("callback", [True, False], ids=["callback", "no callback"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
+    config: dict[str, Any], callback: bool, tmp_path: Path
+) -> None:
+    """Saved after 11 steps, the end of an epoch: Lightning begins a cut epoch with its first batch."""
+    results = []
+    for checkpoint in (None, tmp_path / "epoch=0.ckpt"):
+        saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        callbacks = [saving, *[ZenFlowLightningCallback()] * callback]
+        trainer = make_trainer(tmp_path, *callbacks, max_epochs=2, limit_train_batches=11)
+        results.append(fit(Tiny(ZenFlowAdamW, config=config), trainer, checkpoint))
+        assert trainer.global_step == 22
+    assert_same_bits(*results)
+
+
+@pytest.mark.covers("Lightning", "exported weights", "pending steps")
+@pytest.mark.parametrize("how", ["callback", "model given"])
+def test_weights_are_current_when_evaluated_and_saved(how: str, tmp_path: Path) -> None:
+    """The loss that was validated is the one of the weights that were saved then."""
+    module = Tiny(ZenFlowAdamW, config=OVERLAPPED, give_model=how == "model given")
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, monitor="val_loss")
+    callbacks = [saving, *[ZenFlowLightningCallback()] * (how == "callback")]
+    trainer = make_trainer(
+        tmp_path, *callbacks, max_epochs=3, num_sanity_val_steps=0, limit_train_batches=10
+    )
+    fit(module, trainer)
+    assert len(module.validated) == 6
+    for epoch in range(3):
+        saved = torch.load(tmp_path / f"epoch={epoch}.ckpt", weights_only=True)
+        other = Tiny(torch.optim.AdamW)
+        other.load_state_dict(saved["state_dict"])
+        losses = [other.loss(x).item() for x in make_loader(8)]
+        assert losses == pytest.approx(module.validated[2 * epoch : 2 * epoch + 2], rel=1e-6)
+
+
+@pytest.mark.covers("Lightning")
+def test_the_wrapped_optimizer_still_answers(tmp_path: Path) -> None:
+    """In manual optimization a user holds Lightning's wrapper."""
+    lags: list[tuple[int, int]] = []
+
+    class Asking(Manual):
+        def on_train_batch_end(self, *_: Any) -> None:
+            optimizer = self.optimizers()
+            before = optimizer.stats.staleness_steps
+            optimizer.synchronize()
+            lags.append((before, optimizer.stats.staleness_steps))
+
+    fit(Asking(ZenFlowAdamW, config=OVERLAPPED), make_trainer(tmp_path))
+    assert max(before for before, _ in lags) > 0
+    assert all(after == 0 for _, after in lags)
+
+
+# Fabric
+
+
+class FabricRun:
+    def __init__(self, optimizer: type[Optimizer], **options: Any) -> None:
+        torch.manual_seed(0)
+        self.fabric = Fabric(accelerator="cpu", devices=1)
+        model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 20))
+        inner = optimizer(model.parameters(), lr=LR, **options)
+        self.inner = inner
+        self.model, self.optimizer = self.fabric.setup(model, inner)
+        self.loader = self.fabric.setup_dataloaders(make_loader())
+
+    def train(
+        self, clip: dict[str, float] | None = None, every: int = 1, skip: int = 0, stop: int = 24
+    ) -> None:
+        for number, x in enumerate(self.loader):
+            if not skip <= number < stop:
+                continue
+            last = number % every == every - 1
+            with self.fabric.no_backward_sync(self.model, enabled=not last):
+                self.fabric.backward((self.model(x) - x).square().mean() / every)
+            if last:
+                if clip is not None:
+                    self.fabric.clip_gradients(self.model, self.optimizer, **clip)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def weights(self) -> list[Tensor]:
+        if isinstance(self.inner, ZenFlowAdamW):
+            self.inner.close()
+        return copies(self.model)
+
+
+@pytest.mark.covers("Fabric", "clipping")
+@pytest.mark.parametrize("clip", [None, {"max_norm": 0.05}, {"clip_val": 0.01}])
+@pytest.mark.parametrize("every", [1, 3])
+def test_fabric_trains_as_with_adamw(clip: dict[str, float] | None, every: int) -> None:
+    runs = [FabricRun(ZenFlowAdamW, config=SYNCHRONOUS), FabricRun(torch.optim.AdamW)]
+    for run in runs:
+        run.train(clip, every)
+    assert_close(*[run.weights() for run in runs])
+
+
+@pytest.mark.covers("Fabric", "resume")
+@pytest.mark.parametrize("config", [SYNCHRONOUS, OVERLAPPED], ids=["synchronous", "overlapped"])
+@pytest.mark.parametrize("at", [1, 8, 11])
+def test_fabric_resumes_with_the_same_bits(config: dict[str, Any], at: int, tmp_path: Path) -> None:
+    whole = FabricRun(ZenFlowAdamW, config=config)
+    whole.train(stop=at)
+    whole.fabric.save(tmp_path / "saved.ckpt", {"model": whole.model, "optimizer": whole.optimizer})
+    whole.train(skip=at)
+    resumed = FabricRun(ZenFlowAdamW, config=config)
+    resumed.fabric.load(
+        tmp_path / "saved.ckpt", {"model": resumed.model, "optimizer": resumed.optimizer}
+    )
+    resumed.train(skip=at)
+    assert_same_bits(resumed.weights(), whole.weights())
+
+
+@pytest.mark.covers("Fabric")
+def test_fabrics_wrapper_still_answers() -> None:
+    run = FabricRun(ZenFlowAdamW, config=OVERLAPPED)
+    run.train()
+    assert run.optimizer.stats.staleness_steps > 0
+    run.optimizer.synchronize()
+    assert run.optimizer.stats.staleness_steps == run.inner.stats.staleness_steps == 0
+    run.weights()
