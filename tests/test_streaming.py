@@ -106,15 +106,41 @@ def test_clips_as_torch_does(streaming: bool) -> None:
         torch.testing.assert_close(param, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_foreign_clip_grad_norm_is_honoured(foreach: bool | None, interval: int) -> None:
+    """Twice in a step, too, where the second is rounded once less; the norm is the one it returns."""
+    results = []
+    for streaming in (False, True):
+        model = make_model()
+        config = {"update_interval": interval, "topk_ratio": 0.1, "stream_gradients": streaming}
+        optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-2, config=config)
+        norms = []
+        for step in range(NUM_STEPS):
+            backward(model, step)[0].backward()
+            for bound in (0.05, 0.02) if step % 3 == 0 else (float("inf"), 0.05):
+                clip = nn.utils.clip_grad_norm_
+                norms.append(
+                    clip(model.parameters(), bound, foreach=foreach if not streaming else None)
+                )
+            optimizer.step()
+        optimizer.close()
+        results.append((norms, list(model.parameters())))
+    (norms, params), (streamed_norms, streamed_params) = results
+    torch.testing.assert_close(torch.stack(streamed_norms), torch.stack(norms), rtol=1e-5, atol=0)
+    for param, other in zip(params, streamed_params, strict=True):
+        torch.testing.assert_close(param, other, rtol=0, atol=2e-6)
+
+
 def streaming_optimizer(model: nn.Module, **config: Any) -> zenflow.ZenFlowAdamW:
     settings = {"update_interval": 2, "stream_gradients": True} | config
     return zenflow.ZenFlowAdamW(model.named_parameters(), lr=1e-2, config=settings)
 
 
 USES = {
-    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
-    "read": lambda model: model[0].weight.grad.norm().item(),
+    "read": lambda model: model[0].weight.grad.sum().item(),
+    "other norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=1.0),
     "second backward": lambda model: backward(model, 1)[0].backward(),
     "zero in place": lambda model: model[0].weight.grad.zero_(),
 }

@@ -72,8 +72,9 @@ class ZenFlowConfig:
     stream_gradients: bool = False
     """Take each gradient during the backward pass, as soon as it is complete, so that gradients of
     a few layers at a time are on the device instead of the model's. Default False: then gradients
-    are read in ``step()`` and every loop works unchanged. Clip by ``max_grad_norm`` and accumulate
-    by ``optimizer.accumulate()`` when True."""
+    are read in ``step()`` and every loop works unchanged. When True, accumulate by
+    ``optimizer.accumulate()``, and clip by ``clip_grad_norm_`` or ``max_grad_norm``; any other use
+    of ``.grad`` is an error."""
 
     def __post_init__(self) -> None:
         _check_number("topk_ratio", self.topk_ratio, 0, 1)

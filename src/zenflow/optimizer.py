@@ -19,7 +19,7 @@ from zenflow.runtime.memory import check_host_memory
 from zenflow.runtime.model_hooks import keep_current
 from zenflow.runtime.platform import Platform, choose_platform
 from zenflow.runtime.stats import StepStats
-from zenflow.runtime.streaming import GradientStream, was_taken
+from zenflow.runtime.streaming import GradientStream, TakenGradient
 
 _log = logging.getLogger("zenflow")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -191,9 +191,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 loss = closure()
         with interrupts.whole():
             engine = self._running_engine()
+            hypers = self._hypers()
             if self._stream is not None:
-                self._settle_stream(engine, self._stream)
-            engine.step(self._take_gradients(shared=engine.platform.link.shared), self._hypers())
+                self._settle_stream(engine, self._stream, hypers)
+            engine.step(self._take_gradients(shared=engine.platform.link.shared), hypers)
         return loss
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -270,7 +271,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.close(drain=False)
         for param in self._names:
-            if was_taken(param):
+            if isinstance(param.grad, TakenGradient):
                 param.grad = None  # it was the old state's
         self._use(engine)
 
@@ -347,8 +348,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             if param.grad is not None
         ]
 
-    def _absorb(self, param: Tensor) -> None:
-        """Take one gradient in the backward pass."""
+    def _absorb(self, param: Tensor) -> Tensor:
+        """Take one gradient in the backward pass; returns its norm."""
         engine = self._running_engine()
         if param in engine.absorbed:  # and zeroed since, or autograd would have added to it
             engine.forget(param)
@@ -357,11 +358,15 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         norm = engine.platform.device.empty((), torch.float32)
         engine.platform.device.run(device_ops.norm, grad, norm)
         engine.absorb(Gradient(param, grad, name), engine.step_index + 1, norm)
+        return norm
 
-    def _settle_stream(self, engine: Engine, stream: GradientStream) -> None:
-        """Drop what the user has dropped by zeroing gradients; leave the rest for the step."""
+    def _settle_stream(
+        self, engine: Engine, stream: GradientStream, hypers: dict[Tensor, SubStep]
+    ) -> None:
+        """Drop what the user has dropped by zeroing gradients; scale what was clipped."""
         for param in list(engine.absorbed):
-            if was_taken(param):
+            if isinstance(param.grad, TakenGradient):
+                hypers[param] = hypers[param]._replace(scale=param.grad.scale())
                 param.grad = None
             else:
                 engine.forget(param)

@@ -116,11 +116,13 @@ def test_streamed_gradients_accumulate_by_accelerates_own_flag(accumulation: int
 
 
 @pytest.mark.covers("Accelerate")
-def test_clipping_streamed_gradients_names_the_remedy() -> None:
-    run = Run(ZenFlowAdamW, STREAMED)
-    with pytest.raises(RuntimeError, match=r"ZenFlowConfig\(max_grad_norm"):
-        run.train(clip=1.0)
-    run.weights()
+def test_accelerates_clipping_is_honoured_when_streamed() -> None:
+    results = []
+    for stream in (True, False):
+        run = Run(ZenFlowAdamW, OVERLAPPED | {"stream_gradients": stream})
+        run.train(clip=0.05)
+        results.append(run.weights())
+    assert_close(*results, atol=2e-6)
 
 
 @pytest.mark.covers("Accelerate", "resume")

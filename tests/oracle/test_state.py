@@ -164,6 +164,35 @@ def test_strides_make_no_difference(name: str, dtype: torch.dtype) -> None:
     optimizer.close()
 
 
+@pytest.mark.parametrize("name", STRIDES)
+def test_a_gradient_of_any_strides_becomes_a_contiguous_slot(name: str) -> None:
+    """Kernels are promised contiguous slots, and compiled ones read memory in order."""
+    arrange, shape = STRIDES[name]
+    (value,) = start((shape,))
+    param = nn.Parameter(value.clone())
+    optimizer = zenflow.ZenFlowAdamW(
+        [param], lr=1e-2, config={"update_interval": 50, "topk_ratio": 0.2}
+    )
+    oracle = Oracle([value], [{"params": [0], "lr": 1e-2}], optimizer.config)
+    numbers = torch.Generator().manual_seed(5)
+    for step in range(4):
+        grad = torch.randn(shape, generator=numbers)
+        param.grad = arrange(grad.clone())
+        assert not param.grad.is_contiguous()
+        optimizer.step()
+        oracle.step([grad])
+        assert_same(step, [param], optimizer, oracle)
+    slots = [
+        s for segment in optimizer._running_engine().pipeline.segments for s in segment.waiting
+    ]
+    assert slots
+    assert all(slot.grad.is_contiguous() for slot in slots)
+    optimizer.synchronize()
+    oracle.synchronize()
+    assert_same(4, [param], optimizer, oracle)
+    optimizer.close()
+
+
 def test_strides_without_a_view_train_as_a_resident() -> None:
     """Height and width of a kernel exchanged: no ``[R, C, K]`` view exists, so all is on the device."""
     (value,) = start(((6, 12, 3, 5),))

@@ -109,3 +109,25 @@ def test_automatic_choices_are_recorded_and_a_recorded_trace_gives_the_same_bits
         assert same_bits(other.detach(), expected)
     optimizer.close()
     replayed.close()
+
+
+@pytest.mark.parametrize("rule", ["replay", "accumulate"])
+def test_a_smaller_interval_after_a_resume_is_kept_at_once(rule: str) -> None:
+    """Slots that are older than the new interval allows do not wait for their phase."""
+    config = {"update_rule": rule, "topk_ratio": 0.1, "max_update_interval": 50}
+    params, optimizer = build(config | {"update_interval": 8})
+    for step in range(14):
+        give(params, step)
+        optimizer.step()
+    assert optimizer.stats.staleness_steps > 4
+    state = optimizer.state_dict()
+
+    resumed = zenflow.ZenFlowAdamW(params, lr=1e-2, config=config | {"update_interval": 2})
+    resumed.load_state_dict(state)
+    for step in range(14, 20):
+        give(params, step)
+        resumed.step()
+        if step > 14:  # the sweeps of the first step are published in the second
+            assert resumed.stats.staleness_steps <= 2
+    resumed.close()
+    optimizer.close()

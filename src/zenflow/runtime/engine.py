@@ -87,8 +87,8 @@ class Engine:
 
         Args:
             gradients: those that were not absorbed since the last step.
-            hypers: for each parameter with a gradient its group's present hyperparameters, as a
-                sub-step whose count and scale are not set yet.
+            hypers: for each parameter its group's present hyperparameters, as a sub-step whose
+                count is not set yet; its scale is what others have scaled the gradient by.
 
         Raises:
             HostWorkError: if a sweep failed or a worker died, now or earlier.
@@ -305,7 +305,7 @@ class Engine:
         """Make the absorbed gradients this step's: update on the device, let the slots wait."""
         updates: list[DeviceUpdate] = []
         for param in self._absorbed:
-            hyper = hypers[param]._replace(scale=scale)
+            hyper = hypers[param]._replace(scale=hypers[param].scale * scale)
             owner = self.residents.get(param) or self.weights[param]
             updates.extend(owner.updates(hyper, self.step_index))
             if owner.steps == 1:

@@ -1,9 +1,10 @@
 """Streaming capture: each gradient is taken as soon as the backward pass has completed it.
 
-What is left in ``.grad`` is a :class:`TakenGradient`, which has no memory and refuses every use with a
-remedy. So a foreign clipping function, a scaler or a second backward pass is an error and never silent.
+What is left in ``.grad`` is a :class:`TakenGradient`, which has no memory. It can be clipped by its norm
+and refuses every other use with a remedy, so that a scaler or a second backward pass is never silent.
 """
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -14,19 +15,32 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-Absorb = Callable[[Tensor], None]
+Absorb = Callable[[Tensor], Tensor]
 
 
 class TakenGradient(Tensor):
-    """Stands in ``.grad`` for a gradient that has left the device."""
+    """Stands in ``.grad`` for a gradient that has left the device.
+
+    It knows its 2-norm and remembers what it is multiplied by, so ``clip_grad_norm_`` works as it is: the
+    factor becomes the scale of the gradient's sub-step. Everything else is refused.
+    """
+
+    known_norm: Tensor
+    factors: list[Tensor | float]
 
     @classmethod
-    def of(cls, param: Tensor) -> "TakenGradient":
-        """One that may be assigned to ``param.grad``."""
+    def of(cls, param: Tensor, norm: Tensor) -> "TakenGradient":
+        """One that may be assigned to ``param.grad``; ``norm`` is the gradient's."""
         taken: TakenGradient = Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device, strides=param.stride()
         )
+        taken.known_norm = norm
+        taken.factors = []
         return taken
+
+    def scale(self) -> float:
+        """The product of what it was multiplied by."""
+        return math.prod(float(factor) for factor in self.factors)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TakenGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -35,19 +49,45 @@ class TakenGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        taken = args[0] if args and isinstance(args[0], cls) else None
+        if taken is not None and func is _NORM and _is_whole_two_norm(args):
+            norm = taken.known_norm
+            for factor in taken.factors:
+                norm = norm * factor
+            return norm
+        if taken is not None and func in _SCALINGS and _is_number(args[1]):
+            taken.factors.append(args[1])
+            return taken
         raise RuntimeError(
             f"{func} was called on a gradient that streaming capture has already taken. To clip, "
-            "set ZenFlowConfig(max_grad_norm=...) and turn clipping off elsewhere; to accumulate, "
-            "run all but the last backward pass inside `with optimizer.accumulate():`; to read "
-            "gradients or to use a GradScaler, set stream_gradients=False"
+            "use clip_grad_norm_ or ZenFlowConfig(max_grad_norm=...); to accumulate, run all but "
+            "the last backward pass inside `with optimizer.accumulate():`; to read gradients or to "
+            "use a GradScaler, set stream_gradients=False"
         )
+
+
+_NORM = torch.ops.aten.linalg_vector_norm.default
+_SCALINGS = (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul_.Scalar)
+
+
+def _is_whole_two_norm(args: Any) -> bool:
+    """Whether these are the arguments of a 2-norm over every dimension."""
+    order = args[1] if len(args) > 1 else 2
+    return float(order) == 2.0 and (len(args) < 3 or args[2] is None)
+
+
+def _is_number(factor: Any) -> bool:
+    if isinstance(factor, Tensor):
+        return factor.numel() == 1
+    return isinstance(factor, (int, float))
 
 
 class GradientStream:
     """The hooks of one optimizer.
 
     Args:
-        absorb: takes the gradient that lies in ``param.grad``; called in the backward pass.
+        absorb: takes the gradient that lies in ``param.grad`` and returns its norm; called in the
+            backward pass.
     """
 
     def __init__(self, absorb: Absorb) -> None:
@@ -82,13 +122,8 @@ class GradientStream:
         absorb = self._absorb()
         if absorb is None or self._accumulating or _accelerate_accumulates():
             return
-        absorb(param)
-        param.grad = TakenGradient.of(param)
-
-
-def was_taken(param: Tensor) -> bool:
-    """Whether ``.grad`` still stands for a gradient that was taken."""
-    return isinstance(param.grad, TakenGradient)
+        norm = absorb(param)
+        param.grad = TakenGradient.of(param, norm)
 
 
 def _accelerate_accumulates() -> bool:
