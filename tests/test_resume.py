@@ -156,6 +156,21 @@ def test_plain_adamw_and_back(ratio: float) -> None:
         torch.testing.assert_close(param, other, rtol=0, atol=2e-6)
 
 
+def test_an_empty_state_starts_nothing() -> None:
+    """A wrapper may load it before the model is where it will train."""
+    model = make_model()
+    optimizer = zenflow.ZenFlowAdamW(model.parameters(), config={"update_interval": 2})
+    empty = optimizer.state_dict()
+    optimizer.load_state_dict(empty)
+    assert optimizer._engine is None
+    train(model, optimizer, make_grads(model, 3))
+    optimizer.load_state_dict(empty)
+    assert optimizer.stats.step == 0
+    train(model, optimizer, make_grads(model, 3))
+    assert optimizer.state_dict()["state"][0]["step"] == 3
+    optimizer.close()
+
+
 def other_shape(state: dict) -> None:
     state["state"][0]["exp_avg"] = torch.zeros(3)
 

@@ -261,12 +261,14 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """
         state_dict = self._before_load(state_dict)
         loaded = checkpoint.parse(state_dict, self._all_params(), self._config)
-        engine = self._new_engine()
+        engine = None if loaded.is_empty else self._new_engine()
         try:
-            checkpoint.restore(engine, loaded)
+            if engine is not None:
+                checkpoint.restore(engine, loaded)
             self._load_groups(state_dict["param_groups"])
         except BaseException:
-            engine.close(drain=False)
+            if engine is not None:
+                engine.close(drain=False)
             raise
         if self._engine is not None:
             self._engine.close(drain=False)
@@ -314,12 +316,13 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def _add_to(self, engine: Engine, params: Sequence[Tensor]) -> None:
         engine.add_parameters(params, [self._names[param] for param in params])
 
-    def _use(self, engine: Engine) -> None:
+    def _use(self, engine: Engine | None) -> None:
+        """Put an engine in the place of the last; None lets the next step make one."""
         shared = self._shared
         if shared.finalizer is not None:
             shared.finalizer.detach()
         shared.engine = engine
-        shared.finalizer = weakref.finalize(shared, engine.close)
+        shared.finalizer = None if engine is None else weakref.finalize(shared, engine.close)
 
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -157,6 +157,11 @@ class Loaded:
     step: int | None
     trace: list[tuple[int, int]]
 
+    @property
+    def is_empty(self) -> bool:
+        """Of an optimizer that has not stepped: what Accelerate, for one, saves and loads at once."""
+        return not self.states and not self.step
+
 
 def parse(state_dict: Mapping[str, Any], params: Sequence[Tensor], config: ZenFlowConfig) -> Loaded:
     """Check a state dict against the parameters and the config.
