@@ -216,7 +216,7 @@ def main() -> None:
     found = contenders(Model(options.numel))
     seconds = measure(found, options.threads, options.repeats)
     versions = [
-        platform.platform(),
+        f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         f"Python {platform.python_version()}",
         f"torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()})",
     ]
