@@ -9,7 +9,7 @@ import zenflow
 
 NAN, INF = float("nan"), float("inf")
 NONSENSE: dict[str, list[Any]] = {
-    "topk_ratio": [-0.1, 1.1, NAN, INF, -INF, True, "0.1", None, [0.1], 1j],
+    "topk_ratio": [-0.1, 1.1, 10**400, NAN, INF, -INF, True, "0.1", None, [0.1], 1j],
     "update_interval": [0, -1, 1.0, 2.5, True, "Auto", "", None, NAN, [1]],
     "max_update_interval": [0, -1, 4.0, True, "auto", None, NAN],
     "select_interval": [0, -3, 1.0, False, "never", None, NAN],
@@ -18,7 +18,7 @@ NONSENSE: dict[str, list[Any]] = {
     "update_rule": ["Replay", "", "mean", None, True, 1, ["replay"]],
     "lookahead": [0, 1, "no", None],
     "host_threads": [0, -1, 2.0, True, "all", None, NAN],
-    "max_grad_norm": [0, -1.0, NAN, INF, True, "1.0"],
+    "max_grad_norm": [0, -1.0, 10**400, NAN, INF, True, "1.0"],
     "stream_gradients": [0, 1, "yes", None],
 }
 LEGAL: dict[str, list[Any]] = {

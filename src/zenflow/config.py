@@ -1,7 +1,7 @@
 """What a user may choose, each field with its unit, default and reason."""
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -123,15 +123,17 @@ def _refuse(name: str, value: object, legal: str) -> None:
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
-    legal = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not legal or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type, operator]
+    if not _is_number(value) or not low <= value <= high:  # type: ignore[operator]
         _refuse(name, value, f"a number from {low} to {high}")
 
 
 def _check_positive(name: str, value: object) -> None:
-    legal = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not legal or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+    if not _is_number(value) or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         _refuse(name, value, "a number > 0, or None")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_int(name: str, value: object, low: int, *, auto: bool = False) -> None:

@@ -88,8 +88,10 @@ class ThreadTask(Generic[T]):
                     self.description,
                     self._workers.describe(),
                 )
-        if self._error is not None:
+        if isinstance(self._error, Exception):
             raise self._error
+        if self._error is not None:  # an exit or an interrupt of the worker is not the caller's
+            raise WorkerDied(f"{self.description} was ended by {self._error!r}") from self._error
 
 
 class ThreadWorkers:
