@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zenflow.backends.host_kernel import HostState, NativeKernel, TorchKernel, choose_kernel
 from zenflow.core.rules import SubStep
@@ -62,21 +63,24 @@ class Model:
         self.weights = torch.empty(numel, dtype=torch.bfloat16)
         self.grad32 = self.slots[0].float()
         self.step = torch.tensor(10.0)
+        split = [t.split(SEGMENT_NUMEL) for t in (*self.state, self.weights, *self.slots)]
+        self._segments = [
+            (HostState(*tensors[:3]), tensors[3], tensors[4:])
+            for tensors in zip(*split, strict=True)
+        ]
         self._pools: dict[int, ThreadPoolExecutor] = {}
 
     def sweep(self, kernel: Any, num_slots: int, num_threads: int) -> None:
         """Segment by segment, as the workers do."""
         coefficients = [ADAMW._replace(step=10 + i).coefficients() for i in range(num_slots)]
 
-        def segment(start: int) -> None:
-            part = slice(start, start + SEGMENT_NUMEL)
-            state = HostState(*(tensor[part] for tensor in self.state))
-            grads = [slot[part] for slot in self.slots[:num_slots]]
-            out = self.weights[part]
-            kernel.sweep(state, grads, coefficients, mean=False, delay=(num_slots + 1) / 2, out=out)
+        def sweep(segment: tuple[HostState, Tensor, Sequence[Tensor]]) -> None:
+            state, out, slots = segment
+            delay = (num_slots + 1) / 2
+            kernel.sweep(state, slots[:num_slots], coefficients, mean=False, delay=delay, out=out)
 
         pool = self._pools.setdefault(num_threads, ThreadPoolExecutor(num_threads))
-        list(pool.map(segment, range(0, self.numel, SEGMENT_NUMEL)))
+        list(pool.map(sweep, self._segments))
 
     def copy(self, _: int) -> None:
         self.state.exp_avg.copy_(self.state.master)
@@ -194,12 +198,9 @@ def table(
 
 
 def hardware() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-        model = next(line for line in text.splitlines() if line.startswith("model name"))
-        return model.partition(":")[2].strip()
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def main() -> None:

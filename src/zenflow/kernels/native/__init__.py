@@ -95,12 +95,13 @@ class Library:
         """
         if len({grad.dtype for grad in grads}) > 1:
             grads = [grad.float() for grad in grads]
+        numel = out.numel()
         for tensor in (*state, *grads, out):
-            assert tensor.is_cpu and tensor.is_contiguous() and tensor.numel() == out.numel()
+            assert tensor.is_cpu and tensor.is_contiguous() and tensor.numel() == numel
         assert all(tensor.dtype == torch.float32 for tensor in state)
         assert len(coefficients) == max(1, len(grads))
         args = _SweepArgs(
-            out.numel(),
+            numel,
             *(tensor.data_ptr() for tensor in state),
             out.data_ptr(),
             (ctypes.c_void_p * len(grads))(*(grad.data_ptr() for grad in grads)),
