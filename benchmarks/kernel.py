@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zenflow.backends.host_kernel import HostState, NativeKernel, TorchKernel, choose_kernel
 from zenflow.core.rules import SubStep
@@ -74,13 +73,15 @@ class Model:
         """Segment by segment, as the workers do."""
         coefficients = [ADAMW._replace(step=10 + i).coefficients() for i in range(num_slots)]
 
-        def sweep(segment: tuple[HostState, Tensor, Sequence[Tensor]]) -> None:
-            state, out, slots = segment
-            delay = (num_slots + 1) / 2
-            kernel.sweep(state, slots[:num_slots], coefficients, mean=False, delay=delay, out=out)
+        delay = (num_slots + 1) / 2
+
+        def share(first: int) -> None:
+            for state, out, slots in self._segments[first::num_threads]:
+                grads = slots[:num_slots]
+                kernel.sweep(state, grads, coefficients, mean=False, delay=delay, out=out)
 
         pool = self._pools.setdefault(num_threads, ThreadPoolExecutor(num_threads))
-        list(pool.map(sweep, self._segments))
+        list(pool.map(share, range(num_threads)))
 
     def copy(self, _: int) -> None:
         self.state.exp_avg.copy_(self.state.master)
