@@ -161,6 +161,7 @@ def measure(
         for num_threads in threads:
             torch.set_num_threads(num_threads)
             for contender in found:
+                time.sleep(0.02)  # torch's idle threads spin for a while after their work
                 begin = time.perf_counter()
                 contender.run(num_threads)
                 elapsed = time.perf_counter() - begin
