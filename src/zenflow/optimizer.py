@@ -1,6 +1,5 @@
 """The optimizer that a user holds."""
 
-import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from zenflow.config import ZenFlowConfig
 from zenflow.core.rules import SubStep
-from zenflow.runtime import checkpoint, device_ops, interrupts
+from zenflow.runtime import checkpoint, device_ops, groups, interrupts
 from zenflow.runtime.engine import Engine, Gradient
 from zenflow.runtime.gradients import take_gradient
 from zenflow.runtime.memory import check_host_memory
@@ -20,9 +19,6 @@ from zenflow.runtime.model_hooks import keep_current
 from zenflow.runtime.platform import Platform, choose_platform
 from zenflow.runtime.stats import StepStats
 from zenflow.runtime.streaming import GradientStream, TakenGradient
-
-_log = logging.getLogger("zenflow")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Shared:
@@ -105,7 +101,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         params = self._all_params()
         check_host_memory(params, self._config)
         self._shared.batches.append(params)
-        self._shared.names = self._name_params()
+        self._shared.names = groups.names(self.param_groups)
         self.register_state_dict_post_hook(_add_entry, prepend=True)
         if self._config.stream_gradients:
             self._shared.stream = GradientStream(self._absorb)
@@ -150,7 +146,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_group(group, len(self.param_groups) - 1)
+            groups.check_group(group, len(self.param_groups) - 1)
             self._one_device()
             if self._shared.batches:
                 check_host_memory(group["params"], self._config)
@@ -158,7 +154,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         if self._shared.batches:  # not in the constructor
-            self._shared.names = self._name_params()
+            self._shared.names = groups.names(self.param_groups)
             self._shared.batches.append(list(group["params"]))
             if self._stream is not None:
                 self._stream.attach(group["params"])
@@ -191,7 +187,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 loss = closure()
         with interrupts.whole():
             engine = self._running_engine()
-            hypers = self._hypers()
+            hypers = groups.hyperparameters(self.param_groups)
             if self._stream is not None:
                 self._settle_stream(engine, self._stream, hypers)
             engine.step(self._take_gradients(shared=engine.platform.link.shared), hypers)
@@ -327,13 +323,6 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _name_params(self) -> dict[Tensor, str]:
-        return {
-            param: _name(group, number, position)
-            for number, group in enumerate(self.param_groups)
-            for position, param in enumerate(group["params"])
-        }
-
     def _one_device(self) -> torch.device:
         devices = {p.device for p in self._all_params()}
         if len(devices) > 1:
@@ -374,55 +363,3 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             else:
                 engine.forget(param)
         stream.attach(self._all_params())
-
-    def _hypers(self) -> dict[Tensor, SubStep]:
-        """Each parameter's present hyperparameters, as a sub-step without a count."""
-        hypers = {}
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            hyper = SubStep(
-                lr=float(group["lr"]),
-                beta1=float(beta1),
-                beta2=float(beta2),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                step=0,
-            )
-            hypers.update(dict.fromkeys(group["params"], hyper))
-        return hypers
-
-
-def _name(group: dict[str, Any], number: int, position: int) -> str:
-    names = group.get("param_names")
-    if names is not None:
-        return str(names[position])
-    shape = tuple(group["params"][position].shape)
-    return f"param_groups[{number}]['params'][{position}] of shape {shape}"
-
-
-def _check_group(group: dict[str, Any], number: int) -> None:
-    where = f"in param_groups[{number}]"
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(
-            f"lr={lr!r} {where} is not legal; it takes a number or a one-element tensor"
-        )
-    _check_range("lr", float(lr), 0.0, float("inf"), where)
-    beta1, beta2 = group["betas"]
-    _check_range("betas[0]", float(beta1), 0.0, 1.0, where)
-    _check_range("betas[1]", float(beta2), 0.0, 1.0, where)
-    _check_range("eps", float(group["eps"]), 0.0, float("inf"), where)
-    _check_range("weight_decay", float(group["weight_decay"]), 0.0, float("inf"), where)
-    for position, param in enumerate(group["params"]):
-        if param.dtype not in _DTYPES:
-            raise ValueError(
-                f"{_name(group, number, position)} is {param.dtype}; "
-                "ZenFlowAdamW trains float32, bfloat16 and float16 weights"
-            )
-
-
-def _check_range(name: str, value: float, low: float, high: float, where: str) -> None:
-    if not low <= value < high:
-        raise ValueError(
-            f"{name}={value!r} {where} is not legal; it takes {low} <= {name} < {high}"
-        )

@@ -6,9 +6,7 @@ arXiv:1711.05101).
 """
 
 import math
-from typing import Literal, NamedTuple
-
-UpdateRule = Literal["replay", "accumulate"]
+from typing import NamedTuple
 
 
 class Coefficients(NamedTuple):

@@ -15,7 +15,7 @@ from zenflow.core.selection import num_selected
 from zenflow.runtime import device_ops
 from zenflow.runtime.controller import AutoInterval
 from zenflow.runtime.engine import Engine
-from zenflow.runtime.resident import Resident
+from zenflow.runtime.resident import NOT_SEEN, Resident
 from zenflow.runtime.segment import Segment, download, upload
 from zenflow.runtime.selection import Selection
 from zenflow.runtime.slots import Slot
@@ -23,7 +23,6 @@ from zenflow.runtime.stats import StepStats
 from zenflow.runtime.weight import Weight
 
 FORMAT_VERSION = 1
-_NOT_SEEN = (0, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +249,7 @@ def _restore_resident(engine: Engine, resident: Resident, state: Mapping[str, An
     engine.count_trained(resident.param, resident.num_selected)
     resident.steps = int(state["step"])
     resident.restored = True
-    resident.seen = _NOT_SEEN
+    resident.seen = NOT_SEEN
     targets = [resident.state.exp_avg, resident.state.exp_avg_sq]
     sources = [state["exp_avg"], state["exp_avg_sq"]]
     if "master" in state and resident.has_master:

@@ -79,12 +79,12 @@ class Edits:
             if weight.restored_checksum is not None and not restored:
                 continue
             if weight.changed_outside(self._platform, suspicious=suspicious):
-                check_place(weight.param, weight.view, weight.name)
                 self._take_weight(weight, step)
             elif not weight.begun and weight.seen != identity(weight.param):
                 weight.follow()
 
     def _take_weight(self, weight: Weight, step: int) -> None:
+        weight.follow()
         pending = self._pipeline.staleness_of(weight, step)
         if pending:
             _log.warning(

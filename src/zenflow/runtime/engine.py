@@ -133,7 +133,9 @@ class Engine:
         self._set_stats(interval)
 
     def _most_urgent_first(self, gradients: Sequence[Gradient], interval: int) -> list[Gradient]:
-        """What is swept at the end of this step crosses the link before what only waits."""
+        """What is swept at the end of this step crosses the link, if there is one, first."""
+        if self.platform.link.shared:
+            return list(gradients)
         due = set(self.pipeline.due(self.step_index, interval))
         urgent = {p for p, weight in self.weights.items() if not due.isdisjoint(weight.segments)}
         return sorted(gradients, key=lambda gradient: gradient.param not in urgent)
@@ -278,9 +280,8 @@ class Engine:
         window_s = self.meter.begin_s - self._sweeps_begun_s
         host_s = self.meter.host_finished_s - self._sweeps_begun_s
         stall_s = self.meter.stall_in_step_s
-        if (
-            stall_s > _NOTICEABLE_STALL * window_s
-        ):  # the link was late, or the worker is slow to wake
+        # The link was late, or the worker is slow to wake.
+        if stall_s > _NOTICEABLE_STALL * window_s:
             host_s = max(host_s, window_s + stall_s)
         self.controller.observe(Sample(window_s, host_s))
 

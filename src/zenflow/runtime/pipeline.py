@@ -238,11 +238,15 @@ class HostPipeline:
         weights = self._await(segment, sweep)
         segment.publish(self.platform, weights)
         self.meter.h2d_bytes += segment.deferred_numel * segment.weight.element_size()
-        self._finish(segment, sweep)
+        self._take_back(segment, sweep)
 
     def _finish(self, segment: Segment, sweep: Sweep) -> None:
-        """Take back what a sweep held, once it has ended."""
+        """Let a sweep end without publishing it."""
         self._await(segment, sweep)
+        self._take_back(segment, sweep)
+
+    def _take_back(self, segment: Segment, sweep: Sweep) -> None:
+        """Take back what a sweep that has ended held."""
         segment.sweep = None
         self.pool.release(sweep.job.out)
         for slot in sweep.slots:

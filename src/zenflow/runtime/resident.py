@@ -10,6 +10,9 @@ from zenflow.runtime import device_ops
 from zenflow.runtime.device_ops import DeviceUpdate, SelectedState
 from zenflow.runtime.platform import Platform
 
+NOT_SEEN = (0, -1)
+"""No parameter's identity."""
+
 
 def identity(param: Tensor) -> tuple[int, int]:
     """Changes when a parameter is written in place or given other memory.
@@ -44,7 +47,7 @@ class Resident:
     steps: int = 0
     state: SelectedState | None = None
     grad: Tensor | None = None
-    seen: tuple[int, int] = (0, 0)
+    seen: tuple[int, int] = NOT_SEEN
     restored: bool = False
 
     @property

@@ -12,7 +12,7 @@ from zenflow.core.rules import SubStep
 from zenflow.runtime import device_ops
 from zenflow.runtime.device_ops import DeviceUpdate, Watch
 from zenflow.runtime.platform import Platform
-from zenflow.runtime.resident import check_place, identity
+from zenflow.runtime.resident import NOT_SEEN, check_place, identity
 from zenflow.runtime.segment import Segment
 from zenflow.runtime.selection import Selection
 
@@ -37,7 +37,7 @@ class Weight:
     view: Tensor
     index: int
     num_selected: int
-    seen: tuple[int, int] = (0, 0)
+    seen: tuple[int, int] = NOT_SEEN
     segments: list[Segment] = field(default_factory=list)
     steps: int = 0
     substep: SubStep | None = None
@@ -128,8 +128,10 @@ class Weight:
             segment.weight = self.view[segment.start : segment.stop]
 
     def reread(self, platform: Platform) -> None:
-        """Take the parameter as it now is for the master of both sides. Nothing is in flight."""
-        self.follow()
+        """Take the parameter, which is followed, as it now is for the master of both sides.
+
+        Nothing is in flight.
+        """
         for segment in self.segments:
             segment.reread(platform)
         self.seen = identity(self.param)
