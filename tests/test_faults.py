@@ -305,4 +305,5 @@ def test_memory_is_flat_over_steps_saves_and_evaluations() -> None:
             sizes.append(resident_bytes())
     optimizer.close()
     state_bytes = sum(p.numel() for p in model.parameters()) * 12
-    assert max(sizes[10:]) - max(sizes[4:10]) < 0.1 * state_bytes
+    # The least of several samples: what is in use beside it comes and goes with the allocator.
+    assert min(sizes[10:]) - min(sizes[4:10]) < 0.1 * state_bytes
