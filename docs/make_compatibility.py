@@ -122,8 +122,8 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "pending steps",
             "the last gradients are never applied",
-            "applied on exit, on `close()`, and before a model that was given is saved or evaluated",
-            "a warning with their number where weights are read in any other way",
+            "applied on exit, on `close()`, before trainers save or evaluate, for a model that was given; "
+            "else a warning says how many there are when the model is saved or evaluated",
         ),
         Row(
             "exported weights",
@@ -143,13 +143,12 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "a state that does not fit",
             "half of a wrong checkpoint is loaded before the error",
-            "refused by name before anything changes",
+            "refused by name before anything changes: damage, another model, another order",
         ),
         Row(
             "memory at load",
             "resuming needs twice the memory and is killed",
             "at most 1.15 times that of training",
-            "the loaded file and the state are in memory together",
         ),
     ],
     "Memory and processes": [
@@ -195,9 +194,13 @@ FAULTS: dict[str, list[Row]] = {
             "fast on the host",
             "a host update far below the memory's bandwidth, on one thread",
             "vector instructions with the same bits as plain torch; which ones serve is said",
-            "`zenflow doctor`; a report of the bandwidth; a thread budget beside OMP_NUM_THREADS=1",
+            "`zenflow doctor`",
         ),
-        Row("bound cores", "cores have to be bound by hand", "bound by itself"),
+        Row(
+            "bound cores",
+            "cores have to be bound by hand",
+            "workers are bound to physical cores of the process's share, beside the training thread's",
+        ),
         Row(
             "overlap that can be seen",
             "overlap is off and nobody is told",

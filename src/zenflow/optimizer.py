@@ -1,6 +1,6 @@
 """The optimizer that a user holds."""
 
-import weakref
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,38 +11,24 @@ from torch import Tensor, nn
 
 from zenflow.config import ZenFlowConfig
 from zenflow.core.rules import SubStep
-from zenflow.runtime import checkpoint, device_ops, groups, interrupts
+from zenflow.runtime import device_ops, groups, interrupts, loading, saving
 from zenflow.runtime.engine import Engine, Gradient
 from zenflow.runtime.gradients import take_gradient
 from zenflow.runtime.memory import check_host_memory
-from zenflow.runtime.model_hooks import keep_current
+from zenflow.runtime.model_hooks import has_trainer, modules_over, names_in
 from zenflow.runtime.platform import Platform, choose_platform
+from zenflow.runtime.session import Session
 from zenflow.runtime.stats import StepStats
 from zenflow.runtime.streaming import GradientStream, TakenGradient
 
-
-class _Shared:
-    """What changes in an optimizer's life, in one object.
-
-    Wrappers such as Fabric's run an optimizer's methods on an object of their own that has a copy of its
-    attributes: what such a method assigns has to be seen by the optimizer, too.
-    """
-
-    def __init__(self) -> None:
-        self.engine: Engine | None = None
-        self.finalizer: weakref.finalize[Any, Any] | None = None
-        self.stream: GradientStream | None = None
-        self.batches: list[list[Tensor]] = []
-        self.names: dict[Tensor, str] = {}
-        self.entry: dict[str, Any] | None = None
-        self.closed = False
+_log = logging.getLogger("zenflow")
 
 
 def _add_entry(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Before the user's own hooks: the entry that ``state_dict()`` has made ready."""
     assert isinstance(optimizer, ZenFlowAdamW)
-    if optimizer._shared.entry is not None:
-        state_dict["zenflow"] = optimizer._shared.entry
+    if optimizer._session.entry is not None:
+        state_dict["zenflow"] = optimizer._session.entry
 
 
 class ZenFlowAdamW(torch.optim.Optimizer):
@@ -95,19 +81,20 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         model: nn.Module | None = None,
     ) -> None:
         self._config = ZenFlowConfig.of(config)
-        self._shared = _Shared()
+        self._session = Session()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         params = self._all_params()
         check_host_memory(params, self._config)
-        self._shared.batches.append(params)
-        self._shared.names = groups.names(self.param_groups)
+        self._session.batches.append(params)
+        if model is not None:
+            self._session.hooks.attach([model], self._session, asked=True)
+            self._session.known_names = names_in([model], params)
+        self._name_parameters()
         self.register_state_dict_post_hook(_add_entry, prepend=True)
         if self._config.stream_gradients:
-            self._shared.stream = GradientStream(self._absorb)
-            self._shared.stream.attach(params)
-        if model is not None:
-            keep_current(model, self)
+            self._session.stream = GradientStream(self._absorb)
+            self._session.stream.attach(params)
 
     @property
     def config(self) -> ZenFlowConfig:
@@ -116,15 +103,15 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     @property
     def _engine(self) -> Engine | None:
-        return self._shared.engine
+        return self._session.engine
 
     @property
     def _stream(self) -> GradientStream | None:
-        return self._shared.stream
+        return self._session.stream
 
     @property
     def _names(self) -> dict[Tensor, str]:
-        return self._shared.names
+        return self._session.names
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -135,7 +122,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     @property
     def stats(self) -> StepStats:
         """Figures of the last ``step()``."""
-        return StepStats() if self._engine is None else self._engine.stats
+        return self._session.stats
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters get their state with their first gradient.
@@ -148,14 +135,14 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         try:
             groups.check_group(group, len(self.param_groups) - 1)
             self._one_device()
-            if self._shared.batches:
+            if self._session.batches:
                 check_host_memory(group["params"], self._config)
         except (ValueError, MemoryError):
             self.param_groups.pop()
             raise
-        if self._shared.batches:  # not in the constructor
-            self._shared.names = groups.names(self.param_groups)
-            self._shared.batches.append(list(group["params"]))
+        if self._session.batches:  # not in the constructor
+            self._name_parameters()
+            self._session.batches.append(list(group["params"]))
             if self._stream is not None:
                 self._stream.attach(group["params"])
             if self._engine is not None:
@@ -185,13 +172,28 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_step()
+        return loss
+
+    # A compiled training loop breaks its graph here, as torch's own optimizers make it do.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _take_step(self) -> None:
         with interrupts.whole():
             engine = self._running_engine()
             hypers = groups.hyperparameters(self.param_groups)
             if self._stream is not None:
                 self._settle_stream(engine, self._stream, hypers)
             engine.step(self._take_gradients(shared=engine.platform.link.shared), hypers)
-        return loss
+            if not self.state:
+                self._show_state()
+
+    def _show_state(self) -> None:
+        """Let ``state``, which others look at, say that there is some: what there is lies elsewhere.
+
+        Distributed checkpoints take a step of their own with an optimizer that has none.
+        """
+        self.state.clear()
+        self.state.update((param, {}) for param in self._names)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Around every backward pass of a step but the last, when gradients are streamed.
@@ -210,20 +212,25 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: if a host worker failed, with its cause.
         """
-        if self._engine is not None and not self._shared.closed:
-            with interrupts.whole():
-                self._engine.synchronize()
+        self._session.synchronize()
+
+    def train(self) -> None:
+        """For trainers that say when they train and when they evaluate (Hugging Face's, for one).
+
+        From then on, saving the model also makes its weights current, as ``eval()`` does.
+        """
+        self._session.managed = True
+
+    def eval(self) -> None:
+        """The same as :meth:`synchronize`; see :meth:`train`."""
+        self._session.managed = True
+        self.synchronize()
 
     @torch.no_grad()
     def close(self) -> None:
         """Synchronize and end the worker threads. Idempotent; also done on garbage collection and
         exit."""
-        self._shared.closed = True
-        if self._stream is not None:
-            self._stream.detach()
-        if self._shared.finalizer is not None:
-            with interrupts.whole():
-                self._shared.finalizer()
+        self._session.close()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -233,45 +240,50 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         run continues bit for bit. Plain AdamW ignores it: call :meth:`synchronize` first if plain
         AdamW is to continue. Nothing is drained or changed by saving.
         """
-        if self._engine is None:
-            return super().state_dict()
         with interrupts.whole():
-            exported = checkpoint.export(self._engine)
-        for param in self._names:
-            if param in exported.states:
-                self.state[param] = exported.states[param]
-        numbers = {param: i for i, param in enumerate(self._all_params())}
-        self._shared.entry = exported.entry(numbers)
+            engine = self._engine
+            if engine is None:
+                return super().state_dict()
+            exported = saving.export(engine)
+        self.state.clear()
+        self.state.update(
+            (param, exported.states[param]) for param in self._names if param in exported.states
+        )
+        self._session.entry = exported.entry(self._all_params(), self._known_names)
         try:
             return super().state_dict()
         finally:
-            self.state.clear()
-            self._shared.entry = None
+            self._session.entry = None
+            self._show_state()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state: this optimizer's own, or one of ``torch.optim.AdamW``.
 
+        All of it is checked now. Its tensors are borrowed and moved in when they are first needed, so
+        that the state is not in memory twice if the caller drops the state dict.
+
         Raises:
             ValueError: if it does not fit the parameters or the config; nothing is changed then.
         """
         state_dict = self._before_load(state_dict)
-        loaded = checkpoint.parse(state_dict, self._all_params(), self._config)
+        params = self._all_params()
+        self._find_model()
+        names = [self._known_names.get(param) for param in params]
+        loaded = loading.parse(state_dict, params, names, self._config)
         engine = None if loaded.is_empty else self._new_engine()
         try:
             if engine is not None:
-                checkpoint.restore(engine, loaded)
+                loading.check_engine(engine, loaded)
             self._load_groups(state_dict["param_groups"])
         except BaseException:
             if engine is not None:
                 engine.close(drain=False)
             raise
-        if self._engine is not None:
-            self._engine.close(drain=False)
         for param in self._names:
             if isinstance(param.grad, TakenGradient):
                 param.grad = None  # it was the old state's
-        self._use(engine)
+        self._session.use(engine, None if engine is None else loaded)
 
     def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What torch does first: the hooks see, and may replace, the whole state."""
@@ -295,30 +307,42 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def _make_platform(self, device: torch.device) -> Platform:
         return choose_platform(device, self._config)
 
+    def _find_model(self) -> None:
+        """Hook the model that the parameters are of, unless that is done or it cannot be found."""
+        session = self._session
+        if session.hooks.attached:
+            return
+        params = self._all_params()
+        modules = modules_over(params)
+        session.hooks.attach(modules, self._session, asked=False)
+        session.managed = session.managed or has_trainer(modules)
+        session.known_names = names_in(modules, params)
+        self._name_parameters()
+
+    def _name_parameters(self) -> None:
+        self._session.names = groups.names(self.param_groups, self._known_names)
+
+    @property
+    def _known_names(self) -> Mapping[Tensor, str]:
+        return groups.given_names(self.param_groups) or self._session.known_names
+
     def _running_engine(self) -> Engine:
-        if self._shared.closed:
+        if self._session.closed:
             raise RuntimeError("this optimizer is closed; create a new one to go on training")
         if self._engine is None:
-            self._use(self._new_engine())
+            self._find_model()
+            self._session.use(self._new_engine())
         assert self._engine is not None
         return self._engine
 
     def _new_engine(self) -> Engine:
         engine = Engine(self._make_platform(self._one_device()), self._config)
-        for batch in self._shared.batches:
+        for batch in self._session.batches:
             self._add_to(engine, batch)
         return engine
 
     def _add_to(self, engine: Engine, params: Sequence[Tensor]) -> None:
         engine.add_parameters(params, [self._names[param] for param in params])
-
-    def _use(self, engine: Engine | None) -> None:
-        """Put an engine in the place of the last; None lets the next step make one."""
-        shared = self._shared
-        if shared.finalizer is not None:
-            shared.finalizer.detach()
-        shared.engine = engine
-        shared.finalizer = None if engine is None else weakref.finalize(shared, engine.close)
 
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -157,7 +157,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
 
 
 @pytest.mark.covers("Lightning", "exported weights", "pending steps")
-@pytest.mark.parametrize("how", ["callback", "model given"])
+@pytest.mark.parametrize("how", ["callback", "model given", "nothing but the optimizer"])
 def test_weights_are_current_when_evaluated_and_saved(how: str, tmp_path: Path) -> None:
     """The loss that was validated is the one of the weights that were saved then."""
     module = Tiny(ZenFlowAdamW, config=OVERLAPPED, give_model=how == "model given")

@@ -147,7 +147,7 @@ def evaluate(weights: dict[str, torch.Tensor], trainer: Trainer) -> float:
 
 
 @pytest.mark.covers("Hugging Face Trainer", "exported weights", "pending steps")
-@pytest.mark.parametrize("how", ["callback", "model given"])
+@pytest.mark.parametrize("how", ["callback", "model given", "nothing but the optimizer"])
 def test_the_best_model_is_kept_and_loaded(how: str, tmp_path: Path) -> None:
     """Weights are current when they are evaluated and saved: by the callback, or by hooks."""
     trainer = make_trainer(

@@ -373,6 +373,27 @@ def test_a_compiled_model(backend: str) -> None:
         check_streamed(make, plain, lr=LR)
 
 
+@pytest.mark.covers("torch.compile")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_compiled_training_step() -> None:
+    """The whole of it, optimizer included."""
+
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        @torch.compile(backend="eager")
+        def train_step(x: Tensor) -> Tensor:
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        for step in range(NUM_STEPS):
+            train_step(seeded(8, 20, seed=step))
+            optimizer.zero_grad()
+
+    with fresh_compiler():
+        check_twin(make_model, loop, SYNCHRONOUS, atol=1e-5, lr=LR)
+
+
 # Averages of weights
 
 

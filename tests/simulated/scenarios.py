@@ -173,6 +173,9 @@ SCENARIOS = {
         events="sersssdrsss", config={"update_interval": 2, **SELECTING}
     ),
     "streaming": Scenario(events="ssxssxspxpss", config={"update_interval": 2, **STREAMING}),
+    "streaming large gradients": Scenario(
+        events="sshssxhss", config={"update_interval": 2, **STREAMING}
+    ),
     "streaming in little room": Scenario(
         events="sssss", config={"update_interval": 2, **STREAMING}, max_streaming_bytes=500
     ),

@@ -57,6 +57,7 @@ FIRST = {
     "_finish": ("edits",),
     "_lost_print": ("edits",),
     "captured": ("streaming over a slow link", "streaming"),
+    "captured_parts": ("streaming large gradients",),
     "release_copied:wait": ("streaming in little room",),
     "publish_in_flight": ("synchronous", "no lookahead"),
     "_n": ("skips",),

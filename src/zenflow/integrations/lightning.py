@@ -5,13 +5,11 @@ know is that some gradients still wait on the host when it evaluates or saves;
 :class:`ZenFlowLightningCallback` applies them first.
 """
 
-import weakref
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from zenflow.optimizer import ZenFlowAdamW
-from zenflow.runtime.model_hooks import keep_current
 
 
 class ZenFlowLightningCallback(Callback):
@@ -22,15 +20,11 @@ class ZenFlowLightningCallback(Callback):
         trainer = lightning.Trainer(..., callbacks=[ZenFlowLightningCallback()])
     """
 
-    def __init__(self) -> None:
-        self._kept: weakref.WeakSet[ZenFlowAdamW] = weakref.WeakSet()
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach to the module's ``state_dict()``, which every checkpoint is made from."""
+        """From now on, the module's ``state_dict()``, which every checkpoint is made from, is
+        current."""
         for optimizer in _ours(trainer):
-            if optimizer not in self._kept:
-                keep_current(pl_module, optimizer)
-                self._kept.add(optimizer)
+            optimizer.train()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Apply what waits."""

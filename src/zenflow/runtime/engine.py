@@ -189,6 +189,17 @@ class Engine:
         self._sweeps_begun_s = None
         self.stats = self.stats.replaced(staleness_steps=0)
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is open, in its own process, and nothing has failed."""
+        return not self._closed and os.getpid() == self._pid and not self.pipeline.has_failed
+
+    @property
+    def pending_steps(self) -> int:
+        """Most steps that visible weights lag behind AdamW; at least 1 if they are extrapolated."""
+        extrapolated = any(segment.extrapolated for segment in self.pipeline.segments)
+        return max(self.pipeline.staleness(self.step_index), int(extrapolated))
+
     def take_edits(self, *, restored: bool = True) -> None:
         """Between steps: see :meth:`Edits.take`."""
         self.edits.take(self.step_index, suspicious=self._observe([])[1], restored=restored)
@@ -250,20 +261,37 @@ class Engine:
         return True
 
     def _nonfinite(self, gradients: Sequence[Gradient], norms: Tensor) -> list[str]:
-        device = self.platform.device
+        """The parameters whose gradient is not finite. (A norm may also overflow by itself.)"""
         suspects = (~torch.isfinite(norms)).nonzero().flatten().tolist()
-        absorbed = [name for name, _ in self._absorbed.values()]
+        absorbed = [(param, name) for param, (name, _) in self._absorbed.items()]
         names = []
         for i in suspects:
             if i < len(absorbed):
-                names.append(absorbed[i])
-                continue
-            gradient = gradients[i - len(absorbed)]
-            count = device.empty((), torch.int64)
-            device.run(device_ops.count_nonfinite, gradient.grad, count)
-            if device.read(count).item():
-                names.append(gradient.name)
+                param, name = absorbed[i]
+                is_finite = self._is_finite(self._absorbed_parts(param))
+            else:
+                name = gradients[i - len(absorbed)].name
+                is_finite = self._is_finite([gradients[i - len(absorbed)].grad])
+            if not is_finite:
+                names.append(name)
         return names
+
+    def _absorbed_parts(self, param: Tensor) -> list[Tensor]:
+        """On the device, the parts that an absorbed gradient was taken apart into."""
+        resident = self.residents.get(param)
+        if resident is not None:
+            assert resident.grad is not None
+            return [resident.grad]
+        return self.pipeline.captured_parts(self.weights[param])
+
+    def _is_finite(self, parts: Sequence[Tensor]) -> bool:
+        device = self.platform.device
+        for part in parts:
+            count = device.empty((), torch.int64)
+            device.run(device_ops.count_nonfinite, part, count)
+            if device.read(count).item():
+                return False
+        return True
 
     def _clip_scale(self, norms: Tensor) -> float:
         """The factor that bounds the global norm, as ``torch.nn.utils.clip_grad_norm_`` has it."""

@@ -1,6 +1,6 @@
 """The user's parameter groups: what they may hold, and what a step reads from them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,10 @@ from torch import Tensor
 from zenflow.core.rules import SubStep
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OTHER_RULES = ("amsgrad", "maximize")
+_OTHER_WAYS = ("capturable", "differentiable")
+"""Options of ``torch.optim.AdamW``, the latter without another result. ``foreach`` and ``fused`` mean
+nothing here."""
 
 Group = dict[str, Any]
 
@@ -30,19 +34,25 @@ def hyperparameters(groups: Iterable[Group]) -> dict[Tensor, SubStep]:
     return hypers
 
 
-def names(groups: Sequence[Group]) -> dict[Tensor, str]:
-    """What messages call each parameter: its own name, or its place in the groups."""
+def given_names(groups: Sequence[Group]) -> dict[Tensor, str]:
+    """What the user calls the parameters of groups made from ``named_parameters()``."""
     return {
-        param: _name(group, number, position)
+        param: str(name)
+        for group in groups
+        for param, name in zip(group["params"], group.get("param_names") or (), strict=False)
+    }
+
+
+def names(groups: Sequence[Group], known: Mapping[Tensor, str]) -> dict[Tensor, str]:
+    """What messages call each parameter: its known name, or its place in the groups."""
+    return {
+        param: known.get(param) or _place(group, number, position)
         for number, group in enumerate(groups)
         for position, param in enumerate(group["params"])
     }
 
 
-def _name(group: Group, number: int, position: int) -> str:
-    names = group.get("param_names")
-    if names is not None:
-        return str(names[position])
+def _place(group: Group, number: int, position: int) -> str:
     shape = tuple(group["params"][position].shape)
     return f"param_groups[{number}]['params'][{position}] of shape {shape}"
 
@@ -54,6 +64,47 @@ def check_group(group: Group, number: int) -> None:
         ValueError: naming the value, the group and the legal range.
     """
     where = f"in param_groups[{number}]"
+    _refuse_options(group, (*_OTHER_RULES, *_OTHER_WAYS), where)
+    _check_hyperparameters(group, where)
+    for position, param in enumerate(group["params"]):
+        if param.dtype not in _DTYPES:
+            names = group.get("param_names")
+            name = str(names[position]) if names else _place(group, number, position)
+            raise ValueError(
+                f"{name} is {param.dtype}; "
+                "ZenFlowAdamW trains float32, bfloat16 and float16 weights"
+            )
+
+
+def check_saved_group(group: Mapping[str, Any], number: int) -> None:
+    """Refuse hyperparameters, or an update rule, that a saved state cannot go on with here.
+
+    Raises:
+        ValueError: naming the value, the group and the legal range.
+    """
+    where = f"in param_groups[{number}] of the saved state"
+    _refuse_options(group, _OTHER_RULES, where)
+    try:
+        _check_hyperparameters(group, where)
+    except TypeError as error:
+        raise ValueError(f"hyperparameters {where} are not numbers ({error})") from error
+    if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+        raise ValueError(
+            f"weight_decay={group['weight_decay']!r} {where} is that of torch.optim.Adam, which adds it "
+            "to the gradient; ZenFlowAdamW decouples it as AdamW does. Set it to 0 in the saved state "
+            "to load it all the same"
+        )
+
+
+def _refuse_options(group: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    for name in names:
+        if group.get(name):
+            raise ValueError(
+                f"{name}={group[name]!r} {where} is not supported by ZenFlowAdamW; leave it out"
+            )
+
+
+def _check_hyperparameters(group: Mapping[str, Any], where: str) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(
@@ -65,12 +116,6 @@ def check_group(group: Group, number: int) -> None:
     _check_range("betas[1]", float(beta2), 0.0, 1.0, where)
     _check_range("eps", float(group["eps"]), 0.0, float("inf"), where)
     _check_range("weight_decay", float(group["weight_decay"]), 0.0, float("inf"), where)
-    for position, param in enumerate(group["params"]):
-        if param.dtype not in _DTYPES:
-            raise ValueError(
-                f"{_name(group, number, position)} is {param.dtype}; "
-                "ZenFlowAdamW trains float32, bfloat16 and float16 weights"
-            )
 
 
 def _check_range(name: str, value: float, low: float, high: float, where: str) -> None:

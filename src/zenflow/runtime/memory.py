@@ -1,5 +1,8 @@
 """Host memory: what is needed is compared with what there is before any of it is taken."""
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -101,3 +104,40 @@ def _reclaimable(stat: Path) -> int:
         return 0
     values = dict(line.split() for line in lines)
     return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
+
+
+class MappedFiles:
+    """The files that are mapped into this process's memory, as ``torch.load(mmap=True)`` does."""
+
+    _PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4
+
+    def __init__(self) -> None:
+        self._ranges = list(_mapped_ranges())
+
+    def release(self, tensor: Tensor) -> None:
+        """Let a tensor's pages go, if they are a file's: they come back when they are read again."""
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        if not any(first <= start and stop <= last for first, last in self._ranges):
+            return
+        start, stop = (
+            -(-start // mmap.PAGESIZE) * mmap.PAGESIZE,
+            stop // mmap.PAGESIZE * mmap.PAGESIZE,
+        )
+        if start < stop:  # advice: a kernel that does not know it changes nothing
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(start), ctypes.c_size_t(stop - start), self._PAGE_OUT
+            )
+
+
+def _mapped_ranges() -> Iterator[tuple[int, int]]:
+    if sys.platform != "linux":
+        return
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
+        if inode != "0":
+            start, stop = addresses.split("-")
+            yield int(start, 16), int(stop, 16)

@@ -12,7 +12,7 @@ from zenflow.core import schedule
 from zenflow.core.rules import SubStep
 from zenflow.core.segments import plan_segments
 from zenflow.runtime.platform import Platform
-from zenflow.runtime.segment import Segment
+from zenflow.runtime.segment import Segment, upload
 from zenflow.runtime.slots import BufferPool, Slot
 from zenflow.runtime.stats import Meter
 from zenflow.runtime.sweep import Sweep, SweepJob
@@ -94,6 +94,18 @@ class HostPipeline:
             if captured is not None and captured.buffer is not None:
                 captured.ticket.wait()
                 self.pool.release(captured.buffer)
+
+    def captured_parts(self, weight: Weight) -> list[Tensor]:
+        """On the device, both sides' parts of a gradient whose step is not applied yet."""
+        parts = []
+        for segment in weight.segments:
+            captured = segment.captured
+            assert captured is not None
+            captured.ticket.wait()
+            parts.append(upload(self.platform, captured.grad))
+            if captured.selected_grad is not None:
+                parts.append(captured.selected_grad)
+        return parts
 
     def put_slot(self, segment: Segment, step: int, substep: SubStep, grad: Tensor) -> None:
         """Put back a saved gradient of the deferred channels, in ascending channel order."""
@@ -215,6 +227,11 @@ class HostPipeline:
         """State is half changed: every later step raises."""
         if self._failure is None:
             self._failure = error
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every later step raises."""
+        return self._failure is not None
 
     def raise_if_failed(self) -> None:
         """Raise what went wrong earlier, or a worker's death now."""

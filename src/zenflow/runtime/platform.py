@@ -1,11 +1,11 @@
 """The seams of one machine, chosen once by what it can do."""
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,6 +15,7 @@ from zenflow.backends.link import Link, SharedLink, StreamLink
 from zenflow.backends.reduce import LocalReduce, Reduce
 from zenflow.backends.storage import RamStorage, Storage
 from zenflow.config import ZenFlowConfig
+from zenflow.runtime.cores import WorkerCores, device_node, read_cores
 from zenflow.runtime.workers import HostWorkers, ThreadWorkers
 
 _log = logging.getLogger("zenflow")
@@ -43,20 +44,37 @@ class Platform:
 def choose_platform(device: torch.device, config: ZenFlowConfig) -> Platform:
     """The platform for weights on ``device``. Starts the worker threads."""
     shares_memory = device.type == "cpu"
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    num_threads = host_threads(config, cores, shares_memory=shares_memory)
-    competes = shares_memory and config.overlap_step
+    kernel = choose_kernel()
+    cores = read_cores().share()
+    num_threads = host_threads(config, cores.usable, shares_memory=shares_memory)
+    bound = _worker_cores.take(cores, num_threads, _node_of(device)) if config.overlap_step else ()
+    give_back: list[Callable[[], None]] = [partial(_worker_cores.give_back, bound)]
+    if shares_memory and config.overlap_step:
+        give_back.append(_compute_threads.leave_cores(cores.usable, num_threads))
     return Platform(
         device=CpuDevice() if shares_memory else AcceleratorDevice(device),
         link=SharedLink() if shares_memory else StreamLink(device),
-        kernel=choose_kernel(),
+        kernel=kernel,
         storage=RamStorage(pin=not shares_memory),
         reduce=LocalReduce(),
-        workers=ThreadWorkers(num_threads),
-        release=_compute_threads.leave_cores(cores, num_threads) if competes else _nothing,
+        workers=ThreadWorkers(num_threads, bound),
+        release=partial(_call_all, give_back),
     )
+
+
+def _call_all(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+def _node_of(device: torch.device) -> int | None:
+    """The memory node that a CUDA device is attached to, where torch and the system say so."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    domain, bus, number = (part if isinstance(part, int) else -1 for part in parts)
+    return device_node(f"{domain:04x}:{bus:02x}:{number:02x}.0") if domain >= 0 else None
 
 
 def host_threads(config: ZenFlowConfig, cores: int, *, shares_memory: bool) -> int:
@@ -108,3 +126,4 @@ class _ComputeThreads:
 
 
 _compute_threads = _ComputeThreads()
+_worker_cores = WorkerCores()

@@ -3,9 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
+
+from zenflow.runtime.cores import bind_thread
 
 T = TypeVar("T")
 
@@ -99,9 +101,10 @@ class ThreadWorkers:
 
     Args:
         num_threads: at least 1.
+        cores: that they share, and nobody else of this process's; empty leaves it to the system.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, cores: Sequence[int] = ()) -> None:
         self.num_threads = num_threads
         self._queue: SimpleQueue[ThreadTask[Any] | None] = SimpleQueue()
         self._closed = False
@@ -109,7 +112,7 @@ class ThreadWorkers:
         self._threads = [
             threading.Thread(
                 target=_work,
-                args=(self._queue, self._running),
+                args=(self._queue, self._running, cores),
                 name=f"zenflow-worker-{i}",
                 daemon=True,
             )
@@ -145,7 +148,10 @@ class ThreadWorkers:
                 thread.join(_JOIN_S)
 
 
-def _work(queue: "SimpleQueue[ThreadTask[Any] | None]", running: dict[str, str]) -> None:
+def _work(
+    queue: "SimpleQueue[ThreadTask[Any] | None]", running: dict[str, str], cores: Sequence[int]
+) -> None:
+    bind_thread(cores)
     name = threading.current_thread().name
     while (task := queue.get()) is not None:
         running[name] = f"runs {task.description} since {time.strftime('%H:%M:%S')}"

@@ -97,8 +97,7 @@ class SimulatedZenFlowAdamW(ZenFlowAdamW):
 
     def abandon(self) -> None:
         """Leave without closing: a run that went wrong has nothing to save."""
-        if self._shared.finalizer is not None:
-            self._shared.finalizer.detach()
+        self._session.abandon()
 
     def _make_platform(self, device: torch.device) -> Platform:
         return self._machine.platform()
