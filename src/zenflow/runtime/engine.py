@@ -12,11 +12,11 @@ from torch import Tensor
 from zenflow.config import ZenFlowConfig
 from zenflow.core.auto import Sample
 from zenflow.core.channels import channel_view, is_split
-from zenflow.core.rules import SubStep
+from zenflow.core.rules import Coefficients, SubStep
 from zenflow.core.selection import num_selected
+from zenflow.kernels.selective import Look, Share, Update
 from zenflow.runtime import device_ops
 from zenflow.runtime.controller import Controller, make_controller
-from zenflow.runtime.device_ops import DeviceUpdate
 from zenflow.runtime.edits import Edits
 from zenflow.runtime.pipeline import HostPipeline
 from zenflow.runtime.platform import Platform
@@ -42,6 +42,18 @@ class Gradient(NamedTuple):
     name: str
 
 
+class _Absorbed(NamedTuple):
+    """A gradient that was taken and whose step is not applied yet.
+
+    Attributes:
+        norm: of a streamed one, on the device.
+    """
+
+    owner: Resident | Weight
+    name: str
+    norm: Tensor | None
+
+
 class Engine:
     """Owns everything below the optimizer.
 
@@ -61,7 +73,8 @@ class Engine:
         self.edits = Edits(platform, self.pipeline, self.residents, self.weights)
         self.stats = StepStats()
         self.step_index = 0
-        self._absorbed: dict[Tensor, tuple[str, Tensor | None]] = {}
+        self._absorbed: dict[Tensor, _Absorbed] = {}
+        self._owners: dict[Tensor, Resident | Weight] = {}
         self._model_bytes = 0
         self._selected_channels = 0
         self._sweeps_begun_s: float | None = None
@@ -79,6 +92,7 @@ class Engine:
                 weights.append(weight)
             else:
                 self.residents[param] = Resident(param, name)
+        self._owners = {**self.residents, **self.weights}
         if weights:
             self.pipeline.add(weights)
 
@@ -122,7 +136,8 @@ class Engine:
         interval = 1 if warm_up else self.controller.interval(self.step_index)
         self._adopt_selections()
         for gradient in self._most_urgent_first(gradients, interval):
-            self.absorb(gradient, self.step_index)
+            self._absorb(gradient, self.step_index, None)
+        self.pipeline.gather()
         self._commit(hypers, scale)
         if overlap:
             self._sweeps_begun_s = self.platform.clock()
@@ -141,25 +156,28 @@ class Engine:
         return sorted(gradients, key=lambda gradient: gradient.param not in urgent)
 
     def absorb(self, gradient: Gradient, step: int, norm: Tensor | None = None) -> None:
-        """Take a gradient: its deferred part into slots, its selected part aside until the step.
-
-        In :meth:`step`, or while the backward pass still runs (streaming capture).
+        """Take a gradient while the backward pass still runs (streaming capture): its deferred part
+        into slots, its selected part aside until the step.
 
         Args:
             step: the applied step that it belongs to.
-            norm: of the gradient, on the device; streaming capture brings it along.
+            norm: of the gradient, on the device.
         """
-        resident = self.residents.get(gradient.param)
-        if resident is not None:
-            if resident.state is None:
-                resident.begin(self.platform)
-            resident.grad = gradient.grad
+        self._absorb(gradient, step, norm)
+        self.pipeline.gather()
+
+    def _absorb(self, gradient: Gradient, step: int, norm: Tensor | None) -> None:
+        param, grad, name = gradient
+        owner = self._owners[param]
+        if isinstance(owner, Resident):
+            if owner.side is None:
+                owner.begin(self.platform)
+            owner.grad = grad
         else:
-            weight = self.weights[gradient.param]
-            grad = channel_view(gradient.grad)
-            self._select(weight, grad, step)
-            self.pipeline.capture(weight, grad)
-        self._absorbed[gradient.param] = (gradient.name, norm)
+            grad = channel_view(grad)
+            self._select(owner, grad, step)
+            self.pipeline.capture(owner, grad)
+        self._absorbed[param] = _Absorbed(owner, name, norm)
 
     @property
     def absorbed(self) -> Collection[Tensor]:
@@ -168,14 +186,12 @@ class Engine:
 
     def forget(self, param: Tensor) -> None:
         """Drop an absorbed gradient, as if the parameter had none."""
-        self._absorbed.pop(param)
-        resident = self.residents.get(param)
-        if resident is not None:
-            resident.grad = None
+        owner = self._absorbed.pop(param).owner
+        if isinstance(owner, Resident):
+            owner.grad = None
         else:
-            weight = self.weights[param]
-            self.pipeline.forget_captured(weight)
-            weight.forget(self.step_index + 1)
+            self.pipeline.forget_captured(owner)
+            owner.forget(self.step_index + 1)
 
     def synchronize(self) -> None:
         """Apply and publish every gradient so far; device weights then are their masters,
@@ -218,24 +234,30 @@ class Engine:
 
     def _observe(self, gradients: Sequence[Gradient]) -> tuple[Tensor, bool]:
         """Look at the device once: every gradient's norm, and whether others have written weights.
+        Selected channels are gathered on the way.
 
         Returns:
             The norms, those absorbed earlier first; and whether weights have changed unseen by version.
         """
-        absorbed = [norm for _, norm in self._absorbed.values() if norm is not None]
-        num_norms = len(absorbed) + len(gradients)
+        norms = [a.norm for a in self._absorbed.values() if a.norm is not None]
+        exact = self.config.max_grad_norm is not None
+        grads = [gradient.grad for gradient in gradients]
+        look = Look(norms, grads, exact, self._shares(gradients), *self.edits.look())
+        num_norms = len(norms) + len(grads)
         out = self.platform.device.empty((num_norms + 2,), torch.float32)
-        self.platform.device.run(
-            device_ops.observe,
-            absorbed,
-            [gradient.grad for gradient in gradients],
-            self.config.max_grad_norm is not None,
-            self.edits.watches(),
-            self.edits.rounded(),
-            out,
-        )
+        self.platform.device.run(self.platform.device_kernel.observe, look, out)
         seen = self.platform.device.read(out)
         return seen[:num_norms], bool(seen[num_norms:].any())
+
+    def _shares(self, gradients: Sequence[Gradient]) -> list[tuple[int, Share]]:
+        """What can be gathered before the step is known to be applied."""
+        shares: list[tuple[int, Share]] = []
+        for number, (param, grad, _) in enumerate(gradients):
+            owner = self._owners[param]
+            if isinstance(owner, Weight) and owner.num_selected and owner.begun:
+                for share in owner.shares(self.platform, channel_view(grad)):
+                    shares.append((number, share))
+        return shares
 
     def _skips(self, gradients: Sequence[Gradient], norms: Tensor) -> bool:
         bad = self._nonfinite(gradients, norms)
@@ -252,7 +274,7 @@ class Engine:
     def _nonfinite(self, gradients: Sequence[Gradient], norms: Tensor) -> list[str]:
         device = self.platform.device
         suspects = (~torch.isfinite(norms)).nonzero().flatten().tolist()
-        absorbed = [name for name, _ in self._absorbed.values()]
+        absorbed = [a.name for a in self._absorbed.values()]
         names = []
         for i in suspects:
             if i < len(absorbed):
@@ -304,16 +326,18 @@ class Engine:
 
     def _commit(self, hypers: Mapping[Tensor, SubStep], scale: float) -> None:
         """Make the absorbed gradients this step's: update on the device, let the slots wait."""
-        updates: list[DeviceUpdate] = []
-        for param in self._absorbed:
-            hyper = hypers[param]._replace(scale=hypers[param].scale * scale)
-            owner = self.residents.get(param) or self.weights[param]
-            updates.extend(owner.updates(hyper, self.step_index))
+        updates: list[Update] = []
+        formed: dict[tuple[SubStep, int], tuple[SubStep, Coefficients]] = {}
+        for param, (owner, _, _) in self._absorbed.items():
+            kind = (hypers[param], owner.steps)  # the same for most of a group
+            if kind not in formed:
+                formed[kind] = _form_substep(*kind, scale)
+            owner.commit(self.step_index, *formed[kind], updates)
             if owner.steps == 1:
                 self.count_trained(param, owner.num_selected)
         self._absorbed.clear()
         if updates:
-            self.platform.device.run(device_ops.update, updates)
+            self.platform.device.run(self.platform.device_kernel.update, updates)
 
     def _select(self, weight: Weight, grad: Tensor, step: int) -> None:
         if not weight.begun:
@@ -343,3 +367,9 @@ class Engine:
             reselected_channels=meter.reselected_channels,
         )
         meter.reset()
+
+
+def _form_substep(hyper: SubStep, steps: int, scale: float) -> tuple[SubStep, Coefficients]:
+    """The sub-step behind ``steps`` others."""
+    substep = hyper._replace(step=steps + 1, scale=hyper.scale * scale)
+    return substep, substep.coefficients()

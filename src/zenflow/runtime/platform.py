@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from zenflow.backends.device import AcceleratorDevice, CpuDevice, Device
+from zenflow.backends.device_kernel import DeviceKernel, device_kernel
 from zenflow.backends.host_kernel import HostKernel, choose_kernel
 from zenflow.backends.link import Link, SharedLink, StreamLink
 from zenflow.backends.reduce import LocalReduce, Reduce
@@ -32,6 +33,7 @@ class Platform:
     device: Device
     link: Link
     kernel: HostKernel
+    device_kernel: DeviceKernel
     storage: Storage
     reduce: Reduce
     workers: HostWorkers
@@ -48,10 +50,12 @@ def choose_platform(device: torch.device, config: ZenFlowConfig) -> Platform:
     )
     num_threads = host_threads(config, cores, shares_memory=shares_memory)
     competes = shares_memory and config.overlap_step
+    kernel = choose_kernel()
     return Platform(
         device=CpuDevice() if shares_memory else AcceleratorDevice(device),
         link=SharedLink() if shares_memory else StreamLink(device),
-        kernel=choose_kernel(),
+        kernel=kernel,
+        device_kernel=device_kernel(kernel, shares_memory=shares_memory),
         storage=RamStorage(pin=not shares_memory),
         reduce=LocalReduce(),
         workers=ThreadWorkers(num_threads),

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from zenflow.core.channels import channel_view
-from zenflow.core.rules import SubStep
+from zenflow.core.rules import Coefficients, SubStep
+from zenflow.kernels.selective import DeviceSide, Share, Update
 from zenflow.runtime import device_ops
-from zenflow.runtime.device_ops import DeviceUpdate, Watch
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.resident import NOT_SEEN, check_place, identity
 from zenflow.runtime.segment import Segment
@@ -51,7 +51,9 @@ class Weight:
         chosen = torch.empty(0, dtype=torch.int64)
         if self.num_selected:
             scored = platform.device.empty((self.num_selected,), torch.int64)
-            platform.device.run(device_ops.score, grad, platform.reduce, scored)
+            platform.device.run(
+                device_ops.score, grad, platform.device_kernel, platform.reduce, scored
+            )
             chosen = platform.device.read(scored)
             self.selection = Selection.begin(chosen, interval, step, self.index)
         for segment in self.segments:
@@ -87,9 +89,14 @@ class Weight:
         return int(platform.device.read(out).item())
 
     @property
-    def watches(self) -> list[Watch]:
-        """What shows a write to deferred channels that changed no version."""
-        return [watch for s in self.segments if (watch := s.as_watched()) is not None]
+    def sides(self) -> list[DeviceSide]:
+        """Of its segments, once it has begun."""
+        return [side for segment in self.segments if (side := segment.side) is not None]
+
+    def shares(self, platform: Platform, grad: Tensor) -> list[Share]:
+        """What has to be gathered of a gradient (the weight's view)."""
+        found = [segment.share(platform, segment.rows_of(grad)) for segment in self.segments]
+        return [share for share in found if share is not None]
 
     def changed_outside(self, platform: Platform, *, suspicious: bool) -> bool:
         """Whether somebody else has written the parameter.
@@ -101,9 +108,10 @@ class Weight:
             return False
         expected, self.restored_checksum = self.restored_checksum, None
         if expected is not None and expected == self.checksum(platform):
+            self.follow()
             self.seen = identity(self.param)
             for segment in self.segments:
-                segment.watch(platform)
+                segment.look_anew(platform)
             return False
         return True
 
@@ -111,9 +119,9 @@ class Weight:
         return self.seen != identity(self.param)
 
     def _lost_print(self, platform: Platform) -> bool:
-        watches = self.watches
-        out = platform.device.empty((len(watches),), torch.int64)
-        platform.device.run(device_ops.num_changed, watches, out)
+        sides = self.sides
+        out = platform.device.empty((len(sides),), torch.int64)
+        platform.device.run(device_ops.num_changed, sides, out)
         return bool(platform.device.read(out).any())
 
     def follow(self) -> None:
@@ -136,25 +144,17 @@ class Weight:
             segment.reread(platform)
         self.seen = identity(self.param)
 
-    def updates(self, hyper: SubStep, step: int) -> list[DeviceUpdate]:
-        """Count the absorbed gradient, let it wait; returns the selected channels' updates."""
-        self.steps += 1
-        self.substep = hyper._replace(step=self.steps)
-        coefficients = self.substep.coefficients()
-        updates = []
+    def commit(
+        self, step: int, substep: SubStep, coefficients: Coefficients, updates: list[Update]
+    ) -> None:
+        """Let the absorbed gradient wait; add the selected channels' updates to ``updates``."""
+        self.steps = substep.step
+        self.substep = substep
         for segment in self.segments:
-            grad = segment.commit(step, self.substep)
-            if segment.selected is not None and grad is not None:
-                updates.append(
-                    DeviceUpdate(
-                        segment.weight,
-                        segment.selected_index,
-                        segment.selected,
-                        grad,
-                        coefficients,
-                    )
-                )
-        return updates
+            segment.commit(step, substep)
+            side = segment.side
+            if side is not None and side.selected_grad is not None:
+                updates.append(Update(side, side.selected_grad, coefficients))
 
     def forget(self, step: int) -> None:
         """Undo what the gradient of a step that is not applied has begun."""
