@@ -225,7 +225,7 @@ def test_what_is_not_finite_is_found_at_any_place(
         grads = [random_of(shape, dtype), random_of(shape, dtype), random_of((7,), dtype)]
         if not exact:  # finite, although the norm is not
             grads[0][:] = largest
-        shares = [(1, Share(side, grads[1]))]
+        shares = [Share(side, grads[1], 1)]
         numbers = seen(kernel, look(grads=grads, exact=exact, shares=shares))
         assert numbers[3:] == [0.0, 0.0]
         assert all(torch.tensor(numbers).isfinite())
@@ -304,7 +304,7 @@ def test_what_it_cannot_serve_is_left_to_torch(isa: str) -> None:
         assert bool(ours.record) != transposed
         grad, staged = random_of((24, 40), grad_dtype), random_of((24, 40), torch.bfloat16)
         assert (
-            seen(kernel, look(grads=[grad], watched=[ours], shares=[(0, Share(ours, grad))]))
+            seen(kernel, look(grads=[grad], watched=[ours], shares=[Share(ours, grad)]))
             == [0.0] * 3
         )
         assert_same_bits(ours.selected_grad, grad.index_select(1, ours.channels))

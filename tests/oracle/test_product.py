@@ -84,7 +84,7 @@ def count_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def selection_is_published_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def publish(shares: Sequence[Share]) -> None:
-        for side, rows in shares:
+        for side, rows, _ in shares:
             side.weight.copy_(rows)
 
     monkeypatch.setattr(selective, "publish", publish)

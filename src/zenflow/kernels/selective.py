@@ -50,10 +50,15 @@ class DeviceSide(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A side and the rows of a gradient, or of new weights, that belong to it."""
+    """A side and the rows of a gradient, or of new weights, that belong to it.
+
+    Attributes:
+        number: of the gradient, in :class:`Look`.
+    """
 
     side: DeviceSide
     rows: Tensor
+    number: int = 0
 
 
 class Update(NamedTuple):
@@ -71,8 +76,8 @@ class Look(NamedTuple):
         norms: of gradients that were taken before.
         grads: the others.
         exact: their norms are wanted, in fp32; else only whether they are finite.
-        shares: those of ``grads`` whose selected channels are gathered at the same time, with the
-            number of the gradient. All rows of it or none.
+        shares: those of ``grads`` whose selected channels are gathered at the same time; all rows of
+            a gradient or none.
         watched: segments whose deferred channels nobody else should have written.
         rounded: residents whose weights should be their masters, rounded.
     """
@@ -80,7 +85,7 @@ class Look(NamedTuple):
     norms: Sequence[Tensor]
     grads: list[Tensor]
     exact: bool
-    shares: Sequence[tuple[int, Share]]
+    shares: Sequence[Share]
     watched: Sequence[DeviceSide]
     rounded: Sequence[DeviceSide]
 
@@ -88,7 +93,7 @@ class Look(NamedTuple):
 def observe(look: Look, out: Tensor) -> None:
     """Write each gradient's norm, or any number that is finite only if every element is, then two
     numbers that are 0 if nobody else has written a weight. Gather the shares."""
-    gather([share for _, share in look.shares])
+    gather(look.shares)
     zero = out.new_zeros(())
     values = (
         *look.norms,
@@ -106,7 +111,7 @@ def norms(grads: list[Tensor], *, exact: bool) -> Sequence[Tensor]:
 
 def gather(shares: Sequence[Share]) -> None:
     """Copy the selected channels of each gradient into ``selected_grad``."""
-    for side, rows in shares:
+    for side, rows, _ in shares:
         assert side.channels is not None and side.selected_grad is not None
         torch.index_select(rows, 1, side.channels, out=side.selected_grad)
 
@@ -171,7 +176,7 @@ def write_selected(side: DeviceSide) -> None:
 
 def publish(shares: Sequence[Share]) -> None:
     """Write the deferred ones of new weights of all channels, and take the fingerprint."""
-    for side, rows in shares:
+    for side, rows, _ in shares:
         if side.channels is None:
             side.weight.copy_(rows)
         else:

@@ -42,6 +42,13 @@ class Gradient(NamedTuple):
     name: str
 
 
+class _Given(NamedTuple):
+    """A gradient of this step and whose it is."""
+
+    owner: Resident | Weight
+    gradient: Gradient
+
+
 class _Absorbed(NamedTuple):
     """A gradient that was taken and whose step is not applied yet.
 
@@ -114,18 +121,19 @@ class Engine:
         if not gradients and not self._absorbed:
             self.stats = self.stats.of_no_work()
             return
-        norms, changed = self._observe(gradients)
-        if self._skips(gradients, norms):
+        given = [_Given(self._owners[gradient.param], gradient) for gradient in gradients]
+        norms, changed = self._observe(given)
+        if self._skips(given, norms):
             return
         self.edits.take(self.step_index, suspicious=changed)
         try:
-            self._apply(gradients, hypers, self._clip_scale(norms))
+            self._apply(given, hypers, self._clip_scale(norms))
         except BaseException as error:
             self.pipeline.fail(error)
             raise
 
     def _apply(
-        self, gradients: Sequence[Gradient], hypers: Mapping[Tensor, SubStep], scale: float
+        self, given: Sequence[_Given], hypers: Mapping[Tensor, SubStep], scale: float
     ) -> None:
         self.step_index += 1
         self.pipeline.release_copied()
@@ -135,8 +143,8 @@ class Engine:
         self._measure_window()
         interval = 1 if warm_up else self.controller.interval(self.step_index)
         self._adopt_selections()
-        for gradient in self._most_urgent_first(gradients, interval):
-            self._absorb(gradient, self.step_index, None)
+        for owner, gradient in self._most_urgent_first(given, interval):
+            self._absorb(owner, gradient, self.step_index, None)
         self.pipeline.gather()
         self._commit(hypers, scale)
         if overlap:
@@ -147,13 +155,13 @@ class Engine:
         self.edits.mark_seen()
         self._set_stats(interval)
 
-    def _most_urgent_first(self, gradients: Sequence[Gradient], interval: int) -> list[Gradient]:
+    def _most_urgent_first(self, given: Sequence[_Given], interval: int) -> Sequence[_Given]:
         """What is swept at the end of this step crosses the link, if there is one, first."""
         if self.platform.link.shared:
-            return list(gradients)
+            return given
         due = set(self.pipeline.due(self.step_index, interval))
         urgent = {p for p, weight in self.weights.items() if not due.isdisjoint(weight.segments)}
-        return sorted(gradients, key=lambda gradient: gradient.param not in urgent)
+        return sorted(given, key=lambda each: each.gradient.param not in urgent)
 
     def absorb(self, gradient: Gradient, step: int, norm: Tensor | None = None) -> None:
         """Take a gradient while the backward pass still runs (streaming capture): its deferred part
@@ -163,12 +171,13 @@ class Engine:
             step: the applied step that it belongs to.
             norm: of the gradient, on the device.
         """
-        self._absorb(gradient, step, norm)
+        self._absorb(self._owners[gradient.param], gradient, step, norm)
         self.pipeline.gather()
 
-    def _absorb(self, gradient: Gradient, step: int, norm: Tensor | None) -> None:
+    def _absorb(
+        self, owner: Resident | Weight, gradient: Gradient, step: int, norm: Tensor | None
+    ) -> None:
         param, grad, name = gradient
-        owner = self._owners[param]
         if isinstance(owner, Resident):
             if owner.side is None:
                 owner.begin(self.platform)
@@ -232,7 +241,7 @@ class Engine:
                 f"the forked process {os.getpid()}; create a new optimizer there"
             )
 
-    def _observe(self, gradients: Sequence[Gradient]) -> tuple[Tensor, bool]:
+    def _observe(self, given: Sequence[_Given]) -> tuple[Tensor, bool]:
         """Look at the device once: every gradient's norm, and whether others have written weights.
         Selected channels are gathered on the way.
 
@@ -241,26 +250,29 @@ class Engine:
         """
         norms = [a.norm for a in self._absorbed.values() if a.norm is not None]
         exact = self.config.max_grad_norm is not None
-        grads = [gradient.grad for gradient in gradients]
-        look = Look(norms, grads, exact, self._shares(gradients), *self.edits.look())
+        grads = [gradient.grad for _, gradient in given]
+        look = Look(norms, grads, exact, self._shares(given), *self.edits.look())
         num_norms = len(norms) + len(grads)
         out = self.platform.device.empty((num_norms + 2,), torch.float32)
         self.platform.device.run(self.platform.device_kernel.observe, look, out)
         seen = self.platform.device.read(out)
         return seen[:num_norms], bool(seen[num_norms:].any())
 
-    def _shares(self, gradients: Sequence[Gradient]) -> list[tuple[int, Share]]:
+    def _shares(self, given: Sequence[_Given]) -> list[Share]:
         """What can be gathered before the step is known to be applied."""
-        shares: list[tuple[int, Share]] = []
-        for number, (param, grad, _) in enumerate(gradients):
-            owner = self._owners[param]
-            if isinstance(owner, Weight) and owner.num_selected and owner.begun:
-                for share in owner.shares(self.platform, channel_view(grad)):
-                    shares.append((number, share))
+        shares: list[Share] = []
+        for number, (weight, gradient) in enumerate(given):
+            if isinstance(weight, Resident) or weight.selection is None:
+                continue
+            view = channel_view(gradient.grad)
+            for segment in weight.segments:
+                share = segment.share(self.platform, segment.rows_of(view), number)
+                if share is not None:
+                    shares.append(share)
         return shares
 
-    def _skips(self, gradients: Sequence[Gradient], norms: Tensor) -> bool:
-        bad = self._nonfinite(gradients, norms)
+    def _skips(self, given: Sequence[_Given], norms: Tensor) -> bool:
+        bad = self._nonfinite(given, norms)
         if not bad:
             return False
         _log.warning(
@@ -268,10 +280,13 @@ class Engine:
         )
         for param in list(self._absorbed):
             self.forget(param)
+        for owner, _ in given:
+            if isinstance(owner, Weight):
+                self.pipeline.forget_captured(owner)
         self.stats = self.stats.of_no_work(skipped=True)
         return True
 
-    def _nonfinite(self, gradients: Sequence[Gradient], norms: Tensor) -> list[str]:
+    def _nonfinite(self, given: Sequence[_Given], norms: Tensor) -> list[str]:
         device = self.platform.device
         suspects = (~torch.isfinite(norms)).nonzero().flatten().tolist()
         absorbed = [a.name for a in self._absorbed.values()]
@@ -280,7 +295,7 @@ class Engine:
             if i < len(absorbed):
                 names.append(absorbed[i])
                 continue
-            gradient = gradients[i - len(absorbed)]
+            gradient = given[i - len(absorbed)].gradient
             count = device.empty((), torch.int64)
             device.run(device_ops.count_nonfinite, gradient.grad, count)
             if device.read(count).item():
@@ -310,7 +325,7 @@ class Engine:
     def _adopt_selections(self) -> None:
         for weight in self.weights.values():
             selection = weight.selection
-            if selection is None:
+            if selection is None or (weight.adopted == selection.version and not selection.pending):
                 continue
             with self.meter.stall():
                 selection.arrive(self.step_index)
@@ -323,15 +338,17 @@ class Engine:
                 segment.adopted = selection.version
                 if segment.start == 0:
                     self.meter.reselected_channels += moved
+            weight.adopted = min(segment.adopted for segment in weight.segments)
 
     def _commit(self, hypers: Mapping[Tensor, SubStep], scale: float) -> None:
         """Make the absorbed gradients this step's: update on the device, let the slots wait."""
         updates: list[Update] = []
-        formed: dict[tuple[SubStep, int], tuple[SubStep, Coefficients]] = {}
+        formed: dict[tuple[int, int], tuple[SubStep, Coefficients]] = {}
         for param, (owner, _, _) in self._absorbed.items():
-            kind = (hypers[param], owner.steps)  # the same for most of a group
+            hyper = hypers[param]
+            kind = (id(hyper), owner.steps)  # the same for most of a group
             if kind not in formed:
-                formed[kind] = _form_substep(*kind, scale)
+                formed[kind] = _form_substep(hyper, owner.steps, scale)
             owner.commit(self.step_index, *formed[kind], updates)
             if owner.steps == 1:
                 self.count_trained(param, owner.num_selected)

@@ -14,7 +14,7 @@ from zenflow.core.segments import plan_segments
 from zenflow.kernels.selective import DeviceSide, Share
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.segment import Segment
-from zenflow.runtime.slots import BufferPool, Slot
+from zenflow.runtime.slots import BufferPool, Captured, Slot
 from zenflow.runtime.stats import Meter
 from zenflow.runtime.sweep import Sweep, SweepJob
 from zenflow.runtime.weight import Weight
@@ -73,24 +73,29 @@ class HostPipeline:
         segments = []
         for key, block in enumerate(blocks, first_key):
             weight = weights[block.weight]
-            segment = Segment(key, weight.view[block.start : block.stop], block.start, block.stop)
+            rows = weight.view[block.start : block.stop]
+            is_whole = len(rows) == len(weight.view)
+            segment = Segment(key, rows, block.start, block.stop, is_whole)
             weight.segments.append(segment)
             segments.append(segment)
         self.tables.append(Table(segments, [block.numel for block in blocks]))
 
     def capture(self, weight: Weight, grad: Tensor) -> None:
         """Take a gradient (the weight's view) apart into its segments' shares. Selected channels that
-        are not gathered yet are left to :meth:`gather`."""
+        are not gathered yet are left to :meth:`gather`. Where memory is shared, a gradient is owned by
+        the runtime and contiguous, and is the slot as it is."""
+        shared = self.platform.link.shared
         for segment in weight.segments:
             rows = segment.rows_of(grad)
             if not segment.gathered:
                 share = segment.share(self.platform, rows)
                 if share is not None:
                     self._to_gather.append(share)
-            copy = segment.capture(self.platform, self.pool, rows)
-            if copy is not None:
-                self._copies.append(copy)
-            self.meter.d2h_bytes += segment.deferred_numel * rows.element_size()
+            if shared:
+                segment.captured = Captured(rows, FINISHED, None)
+            else:
+                self._copies.append(segment.send(self.platform, self.pool, rows))
+            self.meter.d2h_bytes += segment.deferred_numel * rows.itemsize
         if self.config.stream_gradients:
             self.release_copied(_MAX_STREAMING_BYTES)
 
@@ -155,7 +160,7 @@ class HostPipeline:
         if slots:
             last = slots[-1].substep
             segment.host_steps = segment.host_steps + 1 if accumulate else last.step
-            segment.last = last._replace(step=segment.host_steps)
+            segment.last = last._replace(step=segment.host_steps) if accumulate else last
         assert segment.last is not None
         link, device = self.platform.link, self.platform.device
         dtype = segment.weight.dtype

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zenflow.backends.ticket import FINISHED, Transfer
+from zenflow.backends.ticket import Transfer
 from zenflow.core.channels import ChannelMap, Handover
 from zenflow.core.rules import SubStep, rebias_factor
 from zenflow.kernels import selective
@@ -22,6 +22,8 @@ class Segment:
 
     Attributes:
         key: names the segment in the storage.
+        start, stop: its rows.
+        is_whole: these are all rows of the weight.
         weight: the rows as a device view ``[R, C]`` or ``[R, C, K]``.
         channels: which channel lives where; None before the first gradient.
         hosted_index: the channels of the host side, on the device.
@@ -42,6 +44,7 @@ class Segment:
     weight: Tensor
     start: int
     stop: int
+    is_whole: bool
     channels: ChannelMap | None = None
     hosted_index: Tensor | None = None
     side: DeviceSide | None = None
@@ -94,10 +97,14 @@ class Segment:
 
     def rows_of(self, whole: Tensor) -> Tensor:
         """This segment's rows of a tensor of the weight's shape."""
-        return whole if self.stop - self.start == len(whole) else whole[self.start : self.stop]
+        return whole if self.is_whole else whole[self.start : self.stop]
 
-    def share(self, platform: Platform, grad: Tensor) -> Share | None:
-        """What has to be gathered of this segment's rows of a gradient; None if nothing has."""
+    def share(self, platform: Platform, grad: Tensor, number: int = 0) -> Share | None:
+        """What has to be gathered of this segment's rows of a gradient; None if nothing has.
+
+        Args:
+            number: of the gradient in a :class:`Look`.
+        """
         side = self.side
         if side is None or side.selected_grad is None or self.channels is None:
             return None
@@ -106,19 +113,13 @@ class Segment:
             side = platform.device_kernel.prepared(side._replace(selected_grad=room))
             self.side = side
         self.gathered = True
-        return Share(side, grad)
+        return Share(side, grad, number)
 
-    def capture(self, platform: Platform, pool: BufferPool, grad: Tensor) -> Transfer | None:
-        """Take the deferred channels of a gradient to the host.
+    def send(self, platform: Platform, pool: BufferPool, grad: Tensor) -> Transfer:
+        """Capture the deferred channels of a gradient (this segment's rows) across the link.
 
-        Returns the copy under way, if there is one.
-
-        Args:
-            grad: this segment's rows; where memory is shared, owned by the runtime and contiguous.
+        Returns the copy under way.
         """
-        if platform.link.shared:
-            self.captured = Captured(grad, FINISHED, None)
-            return None
         device = platform.device
         staging = device.empty(self.host_shape, grad.dtype)
         device.run(device_ops.gather, grad, self.hosted_index, staging)
@@ -131,7 +132,8 @@ class Segment:
         """Let the captured gradient wait as a slot."""
         captured, self.captured, self.gathered = self.captured, None, False
         assert captured is not None
-        self.waiting.append(Slot(step, substep, *captured))
+        grad, ticket, buffer = captured
+        self.waiting.append(Slot(step, substep, grad, ticket, buffer))
 
     def publish(self, platform: Platform, weights: Tensor) -> None:
         """Write the deferred channels, which came across the link, into the weight."""

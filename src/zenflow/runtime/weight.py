@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zenflow.core.channels import channel_view
 from zenflow.core.rules import Coefficients, SubStep
-from zenflow.kernels.selective import DeviceSide, Share, Update
+from zenflow.kernels.selective import DeviceSide, Update
 from zenflow.runtime import device_ops
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.resident import NOT_SEEN, check_place, identity
@@ -27,6 +27,7 @@ class Weight:
         num_selected: k, channels selected at a time.
         seen: the parameter's memory and version after the runtime's last write, to notice others'.
         substep: of its last gradient.
+        adopted: version of the selection that all its segments use.
         selection: None before the first gradient, and where no channel is selected.
         inherited: AdamW state loaded from elsewhere, to begin with at the first gradient.
         restored_checksum: of the parameter that a loaded state belongs to, until it is compared.
@@ -41,6 +42,7 @@ class Weight:
     segments: list[Segment] = field(default_factory=list)
     steps: int = 0
     substep: SubStep | None = None
+    adopted: int = 0
     selection: Selection | None = None
     inherited: Mapping[str, Any] | None = None
     restored_checksum: int | None = None
@@ -92,11 +94,6 @@ class Weight:
     def sides(self) -> list[DeviceSide]:
         """Of its segments, once it has begun."""
         return [side for segment in self.segments if (side := segment.side) is not None]
-
-    def shares(self, platform: Platform, grad: Tensor) -> list[Share]:
-        """What has to be gathered of a gradient (the weight's view)."""
-        found = [segment.share(platform, segment.rows_of(grad)) for segment in self.segments]
-        return [share for share in found if share is not None]
 
     def changed_outside(self, platform: Platform, *, suspicious: bool) -> bool:
         """Whether somebody else has written the parameter.

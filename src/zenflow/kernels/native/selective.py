@@ -7,12 +7,12 @@ tensor costs about a microsecond of Python in each call.
 import ctypes
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from zenflow.core.rules import Coefficients
 from zenflow.core.selection import channel_sums, energy_block_rows
 from zenflow.kernels import selective
 from zenflow.kernels.native import ELEMENT_TYPES, Library
@@ -32,12 +32,14 @@ _SIGNATURES = {
 }
 """What each function returns and takes behind the number of its instruction set."""
 _NOT_FINITE = torch.nan
+_T = TypeVar("_T")
 
 
 class NativeSelective:
     """The functions of one instruction set.
 
-    A side without a record, or a gradient of another dtype than its weight, is left to torch.
+    Rows of gradients and of new weights are contiguous. A side without a record, and a resident's
+    gradient that is strided or of another dtype than its parameter, are left to torch.
 
     Args:
         library: where the code is.
@@ -73,35 +75,32 @@ class NativeSelective:
 
     def gather(self, shares: Sequence[Share]) -> None:
         """See :func:`zenflow.kernels.selective.gather`."""
-        ours, others = _split(shares)
+        ours, others = _split(shares, _serves)
         self._gather(ours)
         selective.gather(others)
 
     def update(self, updates: Sequence[Update]) -> None:
         """See :func:`zenflow.kernels.selective.update`."""
-        ours: list[Update] = []
-        others: list[Update] = []
-        for u in updates:
-            served = u.side.record and u.grad.dtype is u.side.weight.dtype
-            (ours if served and u.grad.is_contiguous() else others).append(u)
+        ours, others = _split(updates, _serves_update)
         if others:
             selective.update(others)
-        numbers: dict[Coefficients, int] = {}
-        which = [numbers.setdefault(u.coefficients, len(numbers)) for u in ours]
-        table = array("f", [value for coefficients in numbers for value in coefficients])
+        numbers: dict[int, int] = {}  # of coefficients, which many updates share
+        which = [numbers.setdefault(id(u.coefficients), len(numbers)) for u in ours]
+        table = {id(u.coefficients): u.coefficients for u in ours}
+        values = [value for coefficients in table.values() for value in coefficients]
         self._dll.zenflow_update(
             self._isa,
             len(ours),
             _records(ours),
             _pointers([u.grad for u in ours]),
             array("i", which).tobytes(),
-            table.tobytes(),
+            array("f", values).tobytes(),
         )
         _written(ours)
 
     def publish(self, shares: Sequence[Share]) -> None:
         """See :func:`zenflow.kernels.selective.publish`."""
-        ours, others = _split(shares)
+        ours, others = _split(shares, _serves)
         selective.publish(others)
         rows = _pointers([share.rows for share in ours])
         self._dll.zenflow_publish(self._isa, len(ours), _records(ours), rows)
@@ -125,22 +124,16 @@ class NativeSelective:
 
     def _take(self, look: Look) -> set[int]:
         """Gather the shares; the numbers of the gradients that are not finite."""
-        ours, others, numbers = [], [], []
-        for number, share in look.shares:
-            if _serves(share):
-                ours.append(share)
-                numbers.append(number)
-            else:
-                others.append(share)
+        ours, others = _split(look.shares, _serves)
         selective.gather(others)
         finite = self._gather(ours)
-        bad = {number for number, is_finite in zip(numbers, finite, strict=True) if not is_finite}
+        bad = {share.number for share, ok in zip(ours, finite, strict=True) if not ok}
         if look.exact:
             return bad
-        seen = set(numbers)
+        seen = {share.number for share in ours}
         rest = [i for i in range(len(look.grads)) if i not in seen]
         finite = self._all_finite([look.grads[i] for i in rest])
-        return bad.union(i for i, is_finite in zip(rest, finite, strict=True) if not is_finite)
+        return bad.union(i for i, ok in zip(rest, finite, strict=True) if not ok)
 
     def _gather(self, shares: Sequence[Share]) -> "array[int]":
         finite = array("B", bytes(len(shares)))
@@ -222,17 +215,22 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _serves(share: Share) -> bool:
-    side, rows = share
-    return bool(side.record) and rows.dtype is side.weight.dtype and rows.is_contiguous()
+    return bool(share.side.record)
 
 
-def _split(shares: Sequence[Share]) -> tuple[list[Share], list[Share]]:
+def _serves_update(u: Update) -> bool:
+    side, grad = u.side, u.grad
+    if grad is side.selected_grad:
+        return bool(side.record)
+    return bool(side.record) and grad.dtype is side.weight.dtype and grad.is_contiguous()
+
+
+def _split(items: Sequence[_T], serves: Callable[[_T], bool]) -> tuple[list[_T], list[_T]]:
     """Those that the native functions serve, and the others."""
-    ours: list[Share] = []
-    others: list[Share] = []
-    for share in shares:
-        (ours if _serves(share) else others).append(share)
-    return ours, others
+    ours = [item for item in items if serves(item)]
+    if len(ours) == len(items):
+        return ours, []
+    return ours, [item for item in items if not serves(item)]
 
 
 def _records(items: Sequence[Share] | Sequence[Update]) -> bytes:
