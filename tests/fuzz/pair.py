@@ -336,7 +336,7 @@ class Pair:
         engine = self.optimizer._engine
         weight = None if engine is None else engine.weights.get(param)
         return weight is None or all(
-            s.deferred_lanes is None or bool(s.deferred_lanes.any()) for s in weight.segments
+            s.side is None or bool(s.side.deferred_lanes.any()) for s in weight.segments
         )
 
     def _compare(self) -> None:

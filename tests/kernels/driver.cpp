@@ -1,5 +1,5 @@
-// Sweeps random bits with each instruction set, alone and in four threads at once, and compares the
-// results with those of portable code. For sanitizers, and for processors that Python does not run on:
+// Runs every kernel on random bits with each instruction set, alone and in four threads at once, and
+// compares the results with those of portable code. For sanitizers, and for processors that Python does not run on:
 //
 //   aarch64-linux-gnu-g++ ... && qemu-aarch64-static ./driver
 //
@@ -16,6 +16,19 @@ extern "C" {
 const char* zenflow_isa_name(int isa);
 int zenflow_isa_runs_here(int isa);
 void zenflow_sweep(int isa, int grad_type, int weight_type, const zenflow::SweepArgs* args);
+void zenflow_take(
+    int isa, size_t n, const zenflow::Side* sides, const void* const* grads, uint8_t* finite);
+void zenflow_all_finite(
+    int isa, size_t n, const void* const* grads, const size_t* numels, const int32_t* types, uint8_t* finite);
+void zenflow_update(
+    int isa, size_t n, const zenflow::Side* sides, const void* const* grads, const int32_t* which,
+    const zenflow::Coefficients* coefficients);
+void zenflow_publish(int isa, size_t n, const zenflow::Side* sides, const void* const* staged);
+size_t zenflow_num_changed(int isa, size_t n, const zenflow::Side* sides);
+size_t zenflow_num_different(int isa, size_t n, const zenflow::Side* sides);
+void zenflow_energy(
+    int isa, int grad_type, const void* grad, size_t num_rows, size_t row_numel, size_t block_rows,
+    float* energy);
 }
 
 namespace {
@@ -87,6 +100,96 @@ size_t num_different(const Bytes& a, const Bytes& b, int type) {
   return count;
 }
 
+// A segment's device side and what passes through it.
+struct SideCase {
+  zenflow::Side side = {};
+  std::vector<int64_t> channels, fingerprint;
+  Bytes weight, state[3], selected_grad, is_selected, deferred_lanes, grad, staged, energy;
+  std::vector<size_t> counts;
+
+  explicit SideCase(std::mt19937& random) {
+    const size_t num_channels = 1 + random() % 90;
+    side.num_rows = 1 + random() % 20;
+    side.kernel_numel = random() % 3 ? 1 : 1 + random() % 9;
+    side.row_numel = num_channels * side.kernel_numel;
+    side.num_selected = random() % num_channels;
+    side.weight_type = side.grad_type = static_cast<int>(random() % kNumTypes);
+    const size_t size = kSizes[side.weight_type], row_bytes = side.row_numel * size;
+    side.row_stride = row_bytes + size * (random() % 2 ? random() % 9 : 0);
+    side.lane_bytes = row_bytes % 8 || side.row_stride % 8 ? static_cast<int>(size) : 8;
+    side.num_lanes = row_bytes / static_cast<size_t>(side.lane_bytes);
+    auto fill = [&](Bytes& bytes, size_t count) {
+      bytes.resize(count);
+      for (unsigned char& byte : bytes) byte = static_cast<unsigned char>(random());
+      if (size == 4) {
+        for (size_t i = 3; i < count; i += 4) bytes[i] &= 0xbf;
+      } else {
+        for (size_t i = 1; i < count; i += 2) bytes[i] &= 0xbf;
+      }
+    };
+    fill(weight, side.row_stride * (side.num_rows - 1) + row_bytes);
+    fill(grad, row_bytes * side.num_rows);
+    fill(staged, row_bytes * side.num_rows);
+    is_selected.resize(side.row_numel);
+    for (size_t c = 0; channels.size() < side.num_selected; ++c) {
+      if (num_channels - c > side.num_selected - channels.size() && random() % 2) continue;
+      channels.push_back(static_cast<int64_t>(c));
+      for (size_t i = 0; i < side.kernel_numel; ++i) is_selected[c * side.kernel_numel + i] = 1;
+    }
+    const size_t numel = side.num_rows * side.num_selected * side.kernel_numel;
+    for (Bytes& bytes : state) {
+      bytes.resize(numel * 4);
+      for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = i % 4 == 3 ? 0x3c : static_cast<unsigned char>(random());
+    }
+    fill(selected_grad, numel * size);
+    deferred_lanes.resize(side.num_lanes, 1);
+    fingerprint.resize(side.num_lanes);
+    energy.resize(side.row_numel * 4);
+  }
+
+  void run(int isa) {
+    auto floats = [](Bytes& bytes) { return reinterpret_cast<float*>(bytes.data()); };
+    side.weight = weight.data();
+    side.channels = channels.empty() ? nullptr : channels.data();
+    side.master = floats(state[0]);
+    side.exp_avg = floats(state[1]);
+    side.exp_avg_sq = floats(state[2]);
+    side.selected_grad = selected_grad.data();
+    side.is_selected = channels.empty() ? nullptr : is_selected.data();
+    side.fingerprint = fingerprint.data();
+    side.deferred_lanes = deferred_lanes.data();
+    const void *whole = grad.data(), *selected = selected_grad.data(), *rows = staged.data();
+    const Coefficients c = {0.37f, 0.9999f, 0.9f, 0.1f, 0.999f, 0.001f, 10.0f, 1e-8f, 1e-3f};
+    const int32_t first = 0;
+    const size_t numel = side.num_rows * side.row_numel;
+    uint8_t finite[2] = {};
+    zenflow_all_finite(isa, 1, &whole, &numel, &side.grad_type, finite);
+    if (side.channels) {
+      zenflow_take(isa, 1, &side, &whole, finite + 1);
+      zenflow_update(isa, 1, &side, &selected, &first, &c);
+    }
+    zenflow_publish(isa, 1, &side, &rows);
+    counts = {finite[0], finite[1], zenflow_num_changed(isa, 1, &side)};
+    for (int64_t& sum : fingerprint) sum ^= 1;
+    counts.push_back(zenflow_num_changed(isa, 1, &side));
+    zenflow_energy(isa, side.grad_type, whole, side.num_rows, side.row_numel, 8, floats(energy));
+    zenflow::Side resident = side;  // its masters are what the state has of them
+    std::vector<float> masters(numel, 0.5f);
+    resident.master = masters.data();
+    resident.row_stride = 0;
+    resident.weight = staged.data();
+    counts.push_back(zenflow_num_different(isa, 1, &resident));
+  }
+};
+
+size_t num_different(const SideCase& a, const SideCase& b) {
+  size_t count = a.counts != b.counts || a.fingerprint != b.fingerprint;
+  for (int i = 0; i < 3; ++i) count += num_different(a.state[i], b.state[i], zenflow::kFp32);
+  count += a.weight != b.weight;
+  count += num_different(a.selected_grad, b.selected_grad, a.side.grad_type);
+  return count + num_different(a.energy, b.energy, zenflow::kFp32);
+}
+
 size_t compare(int isa, int portable, unsigned seed) {
   std::mt19937 random(seed);
   size_t count = 0;
@@ -97,6 +200,11 @@ size_t compare(int isa, int portable, unsigned seed) {
     theirs.sweep(portable);
     for (int i = 0; i < 3; ++i) count += num_different(ours.state[i], theirs.state[i], zenflow::kFp32);
     count += num_different(ours.out, theirs.out, ours.weight_type);
+    SideCase one(random);
+    SideCase other = one;
+    one.run(isa);
+    other.run(portable);
+    count += num_different(one, other);
   }
   return count;
 }

@@ -17,8 +17,11 @@ from links import use_platform
 from torch import Tensor, nn
 
 import zenflow
+from zenflow.backends.device_kernel import TorchDeviceKernel
 from zenflow.backends.host_kernel import HostKernel, HostState
 from zenflow.core.rules import Coefficients, SubStep
+from zenflow.kernels.native.selective import NativeSelective
+from zenflow.kernels.selective import Update
 from zenflow.runtime import device_ops
 from zenflow.runtime.controller import RecordedInterval
 from zenflow.runtime.pipeline import HostPipeline
@@ -78,15 +81,18 @@ class LoggingKernel:
 
 
 def log_device_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = device_ops.update
+    for kernel in (TorchDeviceKernel, NativeSelective):
+        monkeypatch.setattr(kernel, "update", _logged(kernel.update))
 
-    def logged(updates: Sequence[device_ops.DeviceUpdate]) -> None:
+
+def _logged(update: Callable[..., None]) -> Callable[..., None]:
+    def logged(self: Any, updates: Sequence[Update]) -> None:
         with LOG.lock:
             for u in updates:
                 LOG.add(u.grad, u.coefficients)
-        update(updates)
+        update(self, updates)
 
-    monkeypatch.setattr(device_ops, "update", logged)
+    return logged
 
 
 def train(seed: int, num_steps: int, trace: list[int], config: dict[str, Any]) -> None:
@@ -134,7 +140,7 @@ def numbered(param: Tensor, index: int, step: int) -> Tensor:
 def alternate_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbered gradients have a fixed order of energy; choose at random instead."""
 
-    def score(grad: Tensor, reduce: Any, chosen: Tensor) -> None:
+    def score(grad: Tensor, kernel: Any, reduce: Any, chosen: Tensor) -> None:
         generator = torch.Generator().manual_seed(int(grad.flatten()[0].item()))
         order = torch.randperm(grad.shape[1], generator=generator)
         chosen.copy_(order[: chosen.numel()].sort().values)

@@ -1,15 +1,15 @@
 """The runtime equals the oracle, bit for bit, in every configuration."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from runs import AXES, PRODUCT, Run, compare
 
 from zenflow.core import rules, schedule, selection
-from zenflow.kernels import reference
-from zenflow.runtime.segment import Segment
+from zenflow.kernels import reference, selective
+from zenflow.kernels.selective import Share
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,10 +83,11 @@ def count_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def selection_is_published_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def publish(self: Segment, platform: object, weights: torch.Tensor) -> None:
-        self.weight.copy_(weights)
+    def publish(shares: Sequence[Share]) -> None:
+        for side, rows, _ in shares:
+            side.weight.copy_(rows)
 
-    monkeypatch.setattr(Segment, "publish", publish)
+    monkeypatch.setattr(selective, "publish", publish)
 
 
 MUTATIONS = [

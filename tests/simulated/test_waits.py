@@ -38,9 +38,6 @@ TIMED = "self.platform.device.mark().wait()"
 finite gradients waits as well; without it compute would pass for the step's own overhead."""
 
 NEEDLESS = {
-    "transfer, buffer = (platform.link.to_host(grad, None, device.mark()), None)": (
-        "where memory is shared, the device is the training thread and its marks are always done"
-    ),
     "while not self._finished.wait(_LIVENESS_CHECK_S):": (
         "real threads, which the simulation replaces; tests/runtime has their tests"
     ),

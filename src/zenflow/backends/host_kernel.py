@@ -89,7 +89,7 @@ class NativeKernel:
 
     def __init__(self, library: native.Library, name: str) -> None:
         assert name in library.usable
-        self._library = library
+        self.library = library
         self.name = name
 
     def sweep(
@@ -103,10 +103,10 @@ class NativeKernel:
         out: Tensor,
     ) -> None:
         assert grads
-        self._library.sweep(self.name, state, grads, coefficients, mean=mean, delay=delay, out=out)
+        self.library.sweep(self.name, state, grads, coefficients, mean=mean, delay=delay, out=out)
 
     def write(self, state: HostState, last: Coefficients, delay: float, out: Tensor) -> None:
-        self._library.sweep(self.name, state, [], [last], mean=False, delay=delay, out=out)
+        self.library.sweep(self.name, state, [], [last], mean=False, delay=delay, out=out)
 
 
 class KernelChoice(NamedTuple):

@@ -86,11 +86,16 @@ class ChannelMap:
         channels = torch.arange(self.num_channels)
         return places[channels[~torch.isin(channels, self.selected)]]
 
+    def is_selected(self, element_shape: torch.Size) -> Tensor:
+        """Which of a row's elements are of selected channels, bool ``[C, *element_shape]``."""
+        selected = torch.zeros(self.num_channels, *element_shape, dtype=torch.bool)
+        selected[self.selected] = True
+        return selected
+
     def deferred_lanes(self, elements_per_channel: int, num_lanes: int) -> Tensor:
         """Which of a row's equal lanes hold nothing but deferred channels; bool ``[num_lanes]``."""
-        deferred = torch.ones(self.num_channels, dtype=torch.bool)
-        deferred[self.selected] = False
-        return deferred.repeat_interleave(elements_per_channel).view(num_lanes, -1).all(1)
+        selected = self.is_selected(torch.Size([elements_per_channel]))
+        return ~selected.view(num_lanes, -1).any(1)
 
     def handover_to(self, chosen: Tensor) -> Handover | None:
         """What moves when ``chosen`` (as many channels as are selected now) replaces the

@@ -17,18 +17,40 @@ def num_selected(num_channels: int, topk_ratio: float) -> int:
     return min(num_channels, max(1, round(topk_ratio * num_channels)))
 
 
+def energy_block_rows(row_numel: int) -> int:
+    """Rows that :func:`channel_energy` sums at a time: a power of two, so that the fp32 temporary
+    stays small against a large weight."""
+    return 1 << max(0, (_ENERGY_BLOCK_NUMEL // max(1, row_numel)).bit_length() - 1)
+
+
 def channel_energy(grad_RCK: Tensor) -> Tensor:
     """Squared gradient norm of each channel, fp32 ``[C]``, of a gradient ``[R, C]`` or ``[R, C,
     K]``.
 
-    Taken over blocks of rows, so that the fp32 temporary stays small against a large weight.
+    On a CPU the order of additions is fixed, so that every kernel gives the same bits.
     """
-    other_dims = [0] if grad_RCK.dim() == 2 else [0, 2]
-    row_numel = max(1, grad_RCK[0].numel())
-    energy_C = torch.zeros(grad_RCK.shape[1], device=grad_RCK.device)
-    for block in grad_RCK.split(max(1, _ENERGY_BLOCK_NUMEL // row_numel)):
-        energy_C += block.float().square().sum(dim=other_dims)
-    return energy_C
+    rows = grad_RCK.flatten(1)
+    energy_CK = torch.zeros(rows.shape[1], device=rows.device)
+    for block in rows.split(energy_block_rows(rows.shape[1])):
+        squares = block.float().square()
+        energy_CK += _sum_pairs(squares) if squares.is_cpu else squares.sum(0)
+    return channel_sums(energy_CK, grad_RCK.shape[1])
+
+
+def channel_sums(energy_CK: Tensor, num_channels: int) -> Tensor:
+    """Energies of channels ``[C]`` from those of their ``K`` elements ``[C * K]``."""
+    if energy_CK.numel() == num_channels:
+        return energy_CK
+    return _sum_pairs(energy_CK.view(num_channels, -1).t())
+
+
+def _sum_pairs(values: Tensor) -> Tensor:
+    """The sum over dimension 0: of each two neighbours, then of each two such sums, and so on."""
+    while len(values) > 1:
+        num_paired = len(values) // 2 * 2
+        sums = values[0:num_paired:2] + values[1:num_paired:2]
+        values = torch.cat([sums, values[num_paired:]]) if len(values) > num_paired else sums
+    return values[0]
 
 
 def select_channels(energy_C: Tensor, num: int) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from zenflow.runtime.device_ops import Watch
+from zenflow.kernels.selective import DeviceSide
 from zenflow.runtime.pipeline import HostPipeline
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.resident import Resident, check_place, identity
@@ -36,14 +36,31 @@ class Edits:
         self._pipeline = pipeline
         self._residents = residents
         self._weights = weights
+        self._changed = False
 
-    def watches(self) -> list[Watch]:
-        """What shows writes that changed no version, for deferred channels."""
-        return [watch for weight in self._weights.values() for watch in weight.watches]
+    def look(self) -> tuple[list[DeviceSide], list[DeviceSide]]:
+        """Find the parameters that have another version or other memory, for :meth:`take`.
 
-    def rounded(self) -> list[tuple[Tensor, Tensor]]:
-        """The same for residents: masters, and the weights that are these masters, rounded."""
-        return [pair for resident in self._residents.values() for pair in resident.rounded]
+        Returns:
+            What else could have been written, through ``param.data``: segments, by their
+            fingerprints; and residents, which should be their masters, rounded.
+        """
+        self._changed = False
+        watched: list[DeviceSide] = []
+        rounded: list[DeviceSide] = []
+        for resident in self._residents.values():
+            if resident.side is None:
+                continue
+            if resident.seen != identity(resident.param):
+                self._changed = True
+            elif resident.has_master and not resident.restored:
+                rounded.append(resident.side)
+        for weight in self._weights.values():
+            if weight.seen != identity(weight.param):
+                self._changed = True
+            elif weight.begun:
+                watched.extend(weight.sides)
+        return watched, rounded
 
     def mark_seen(self) -> None:
         """What the parameters hold now is the runtime's own."""
@@ -53,7 +70,7 @@ class Edits:
             weight.seen = identity(weight.param)
 
     def take(self, step: int, *, suspicious: bool = False, restored: bool = True) -> None:
-        """Take the values of edited parameters for their masters.
+        """Take the values of edited parameters for their masters, after :meth:`look`.
 
         Gradients so far then count in the moments only, as they would in AdamW. What is edited may be
         edited in every step (an embedding with ``max_norm``), so for some steps such a weight is
@@ -68,6 +85,8 @@ class Edits:
         Raises:
             ValueError: if a parameter is of another size or on another device now.
         """
+        if not (self._changed or suspicious):
+            return
         for resident in self._residents.values():
             if resident.restored and not restored:
                 continue

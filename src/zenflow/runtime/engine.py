@@ -12,11 +12,11 @@ from torch import Tensor
 from zenflow.config import ZenFlowConfig
 from zenflow.core.auto import Sample
 from zenflow.core.channels import channel_view, is_split
-from zenflow.core.rules import SubStep
+from zenflow.core.rules import Coefficients, SubStep
 from zenflow.core.selection import num_selected
+from zenflow.kernels.selective import Look, Share, Update
 from zenflow.runtime import device_ops
 from zenflow.runtime.controller import Controller, make_controller
-from zenflow.runtime.device_ops import DeviceUpdate
 from zenflow.runtime.edits import Edits
 from zenflow.runtime.pipeline import HostPipeline
 from zenflow.runtime.platform import Platform
@@ -42,6 +42,25 @@ class Gradient(NamedTuple):
     name: str
 
 
+class _Given(NamedTuple):
+    """A gradient of this step and whose it is."""
+
+    owner: Resident | Weight
+    gradient: Gradient
+
+
+class _Absorbed(NamedTuple):
+    """A gradient that was taken and whose step is not applied yet.
+
+    Attributes:
+        norm: of a streamed one, on the device.
+    """
+
+    owner: Resident | Weight
+    name: str
+    norm: Tensor | None
+
+
 class Engine:
     """Owns everything below the optimizer.
 
@@ -61,7 +80,8 @@ class Engine:
         self.edits = Edits(platform, self.pipeline, self.residents, self.weights)
         self.stats = StepStats()
         self.step_index = 0
-        self._absorbed: dict[Tensor, tuple[str, Tensor | None]] = {}
+        self._absorbed: dict[Tensor, _Absorbed] = {}
+        self._owners: dict[Tensor, Resident | Weight] = {}
         self._model_bytes = 0
         self._selected_channels = 0
         self._sweeps_begun_s: float | None = None
@@ -79,6 +99,7 @@ class Engine:
                 weights.append(weight)
             else:
                 self.residents[param] = Resident(param, name)
+        self._owners = {**self.residents, **self.weights}
         if weights:
             self.pipeline.add(weights)
 
@@ -100,18 +121,19 @@ class Engine:
         if not gradients and not self._absorbed:
             self.stats = self.stats.of_no_work()
             return
-        norms, changed = self._observe(gradients)
-        if self._skips(gradients, norms):
+        given = [_Given(self._owners[gradient.param], gradient) for gradient in gradients]
+        norms, changed = self._observe(given)
+        if self._skips(given, norms):
             return
         self.edits.take(self.step_index, suspicious=changed)
         try:
-            self._apply(gradients, hypers, self._clip_scale(norms))
+            self._apply(given, hypers, self._clip_scale(norms))
         except BaseException as error:
             self.pipeline.fail(error)
             raise
 
     def _apply(
-        self, gradients: Sequence[Gradient], hypers: Mapping[Tensor, SubStep], scale: float
+        self, given: Sequence[_Given], hypers: Mapping[Tensor, SubStep], scale: float
     ) -> None:
         self.step_index += 1
         self.pipeline.release_copied()
@@ -121,8 +143,9 @@ class Engine:
         self._measure_window()
         interval = 1 if warm_up else self.controller.interval(self.step_index)
         self._adopt_selections()
-        for gradient in self._most_urgent_first(gradients, interval):
-            self.absorb(gradient, self.step_index)
+        for owner, gradient in self._most_urgent_first(given, interval):
+            self._absorb(owner, gradient, self.step_index, None)
+        self.pipeline.gather()
         self._commit(hypers, scale)
         if overlap:
             self._sweeps_begun_s = self.platform.clock()
@@ -132,34 +155,38 @@ class Engine:
         self.edits.mark_seen()
         self._set_stats(interval)
 
-    def _most_urgent_first(self, gradients: Sequence[Gradient], interval: int) -> list[Gradient]:
+    def _most_urgent_first(self, given: Sequence[_Given], interval: int) -> Sequence[_Given]:
         """What is swept at the end of this step crosses the link, if there is one, first."""
         if self.platform.link.shared:
-            return list(gradients)
+            return given
         due = set(self.pipeline.due(self.step_index, interval))
         urgent = {p for p, weight in self.weights.items() if not due.isdisjoint(weight.segments)}
-        return sorted(gradients, key=lambda gradient: gradient.param not in urgent)
+        return sorted(given, key=lambda each: each.gradient.param not in urgent)
 
     def absorb(self, gradient: Gradient, step: int, norm: Tensor | None = None) -> None:
-        """Take a gradient: its deferred part into slots, its selected part aside until the step.
-
-        In :meth:`step`, or while the backward pass still runs (streaming capture).
+        """Take a gradient while the backward pass still runs (streaming capture): its deferred part
+        into slots, its selected part aside until the step.
 
         Args:
             step: the applied step that it belongs to.
-            norm: of the gradient, on the device; streaming capture brings it along.
+            norm: of the gradient, on the device.
         """
-        resident = self.residents.get(gradient.param)
-        if resident is not None:
-            if resident.state is None:
-                resident.begin(self.platform)
-            resident.grad = gradient.grad
+        self._absorb(self._owners[gradient.param], gradient, step, norm)
+        self.pipeline.gather()
+
+    def _absorb(
+        self, owner: Resident | Weight, gradient: Gradient, step: int, norm: Tensor | None
+    ) -> None:
+        param, grad, name = gradient
+        if isinstance(owner, Resident):
+            if owner.side is None:
+                owner.begin(self.platform)
+            owner.grad = grad
         else:
-            weight = self.weights[gradient.param]
-            grad = channel_view(gradient.grad)
-            self._select(weight, grad, step)
-            self.pipeline.capture(weight, grad)
-        self._absorbed[gradient.param] = (gradient.name, norm)
+            grad = channel_view(grad)
+            self._select(owner, grad, step)
+            self.pipeline.capture(owner, grad)
+        self._absorbed[param] = _Absorbed(owner, name, norm)
 
     @property
     def absorbed(self) -> Collection[Tensor]:
@@ -168,14 +195,12 @@ class Engine:
 
     def forget(self, param: Tensor) -> None:
         """Drop an absorbed gradient, as if the parameter had none."""
-        self._absorbed.pop(param)
-        resident = self.residents.get(param)
-        if resident is not None:
-            resident.grad = None
+        owner = self._absorbed.pop(param).owner
+        if isinstance(owner, Resident):
+            owner.grad = None
         else:
-            weight = self.weights[param]
-            self.pipeline.forget_captured(weight)
-            weight.forget(self.step_index + 1)
+            self.pipeline.forget_captured(owner)
+            owner.forget(self.step_index + 1)
 
     def synchronize(self) -> None:
         """Apply and publish every gradient so far; device weights then are their masters,
@@ -227,29 +252,38 @@ class Engine:
                 f"the forked process {os.getpid()}; create a new optimizer there"
             )
 
-    def _observe(self, gradients: Sequence[Gradient]) -> tuple[Tensor, bool]:
+    def _observe(self, given: Sequence[_Given]) -> tuple[Tensor, bool]:
         """Look at the device once: every gradient's norm, and whether others have written weights.
+        Selected channels are gathered on the way.
 
         Returns:
             The norms, those absorbed earlier first; and whether weights have changed unseen by version.
         """
-        absorbed = [norm for _, norm in self._absorbed.values() if norm is not None]
-        num_norms = len(absorbed) + len(gradients)
+        norms = [a.norm for a in self._absorbed.values() if a.norm is not None]
+        exact = self.config.max_grad_norm is not None
+        grads = [gradient.grad for _, gradient in given]
+        look = Look(norms, grads, exact, self._shares(given), *self.edits.look())
+        num_norms = len(norms) + len(grads)
         out = self.platform.device.empty((num_norms + 2,), torch.float32)
-        self.platform.device.run(
-            device_ops.observe,
-            absorbed,
-            [gradient.grad for gradient in gradients],
-            self.config.max_grad_norm is not None,
-            self.edits.watches(),
-            self.edits.rounded(),
-            out,
-        )
+        self.platform.device.run(self.platform.device_kernel.observe, look, out)
         seen = self.platform.device.read(out)
         return seen[:num_norms], bool(seen[num_norms:].any())
 
-    def _skips(self, gradients: Sequence[Gradient], norms: Tensor) -> bool:
-        bad = self._nonfinite(gradients, norms)
+    def _shares(self, given: Sequence[_Given]) -> list[Share]:
+        """What can be gathered before the step is known to be applied."""
+        shares: list[Share] = []
+        for number, (weight, gradient) in enumerate(given):
+            if isinstance(weight, Resident) or weight.selection is None:
+                continue
+            view = channel_view(gradient.grad)
+            for segment in weight.segments:
+                share = segment.share(self.platform, segment.rows_of(view), number)
+                if share is not None:
+                    shares.append(share)
+        return shares
+
+    def _skips(self, given: Sequence[_Given], norms: Tensor) -> bool:
+        bad = self._nonfinite(given, norms)
         if not bad:
             return False
         _log.warning(
@@ -257,34 +291,35 @@ class Engine:
         )
         for param in list(self._absorbed):
             self.forget(param)
+        for owner, _ in given:
+            if isinstance(owner, Weight):
+                self.pipeline.forget_captured(owner)
         self.stats = self.stats.of_no_work(skipped=True)
         return True
 
-    def _nonfinite(self, gradients: Sequence[Gradient], norms: Tensor) -> list[str]:
+    def _nonfinite(self, given: Sequence[_Given], norms: Tensor) -> list[str]:
         """The parameters whose gradient is not finite. (A norm may also overflow by itself.)"""
         suspects = (~torch.isfinite(norms)).nonzero().flatten().tolist()
-        absorbed = [(param, name) for param, (name, _) in self._absorbed.items()]
+        absorbed = list(self._absorbed.values())
         names = []
         for i in suspects:
             if i < len(absorbed):
-                param, name = absorbed[i]
-                is_finite = self._is_finite(self._absorbed_parts(param))
+                name, parts = absorbed[i].name, self._parts(absorbed[i].owner)
             else:
-                name = gradients[i - len(absorbed)].name
-                is_finite = self._is_finite([gradients[i - len(absorbed)].grad])
-            if not is_finite:
+                gradient = given[i - len(absorbed)].gradient
+                name, parts = gradient.name, [gradient.grad]
+            if not self._are_finite(parts):
                 names.append(name)
         return names
 
-    def _absorbed_parts(self, param: Tensor) -> list[Tensor]:
+    def _parts(self, owner: Resident | Weight) -> list[Tensor]:
         """On the device, the parts that an absorbed gradient was taken apart into."""
-        resident = self.residents.get(param)
-        if resident is not None:
-            assert resident.grad is not None
-            return [resident.grad]
-        return self.pipeline.captured_parts(self.weights[param])
+        if isinstance(owner, Weight):
+            return self.pipeline.captured_parts(owner)
+        assert owner.grad is not None
+        return [owner.grad]
 
-    def _is_finite(self, parts: Sequence[Tensor]) -> bool:
+    def _are_finite(self, parts: Sequence[Tensor]) -> bool:
         device = self.platform.device
         for part in parts:
             count = device.empty((), torch.int64)
@@ -316,7 +351,7 @@ class Engine:
     def _adopt_selections(self) -> None:
         for weight in self.weights.values():
             selection = weight.selection
-            if selection is None:
+            if selection is None or (weight.adopted == selection.version and not selection.pending):
                 continue
             with self.meter.stall():
                 selection.arrive(self.step_index)
@@ -329,19 +364,23 @@ class Engine:
                 segment.adopted = selection.version
                 if segment.start == 0:
                     self.meter.reselected_channels += moved
+            weight.adopted = min(segment.adopted for segment in weight.segments)
 
     def _commit(self, hypers: Mapping[Tensor, SubStep], scale: float) -> None:
         """Make the absorbed gradients this step's: update on the device, let the slots wait."""
-        updates: list[DeviceUpdate] = []
-        for param in self._absorbed:
-            hyper = hypers[param]._replace(scale=hypers[param].scale * scale)
-            owner = self.residents.get(param) or self.weights[param]
-            updates.extend(owner.updates(hyper, self.step_index))
+        updates: list[Update] = []
+        formed: dict[tuple[int, int], tuple[SubStep, Coefficients]] = {}
+        for param, (owner, _, _) in self._absorbed.items():
+            hyper = hypers[param]
+            kind = (id(hyper), owner.steps)  # the same for most of a group
+            if kind not in formed:
+                formed[kind] = _form_substep(hyper, owner.steps, scale)
+            owner.commit(self.step_index, *formed[kind], updates)
             if owner.steps == 1:
                 self.count_trained(param, owner.num_selected)
         self._absorbed.clear()
         if updates:
-            self.platform.device.run(device_ops.update, updates)
+            self.platform.device.run(self.platform.device_kernel.update, updates)
 
     def _select(self, weight: Weight, grad: Tensor, step: int) -> None:
         if not weight.begun:
@@ -371,3 +410,9 @@ class Engine:
             reselected_channels=meter.reselected_channels,
         )
         meter.reset()
+
+
+def _form_substep(hyper: SubStep, steps: int, scale: float) -> tuple[SubStep, Coefficients]:
+    """The sub-step behind ``steps`` others."""
+    substep = hyper._replace(step=steps + 1, scale=hyper.scale * scale)
+    return substep, substep.coefficients()

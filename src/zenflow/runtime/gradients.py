@@ -7,6 +7,7 @@ from torch import Tensor
 
 _SOLE_REFERENCES = 2  # the caller's name and getrefcount's own argument
 _SOLE_STORAGE_REFERENCES = 2  # the tensor and the Python handle made to ask
+_use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def take_gradient(param: Tensor, name: str, shared: bool) -> Tensor:
@@ -33,7 +34,6 @@ def take_gradient(param: Tensor, name: str, shared: bool) -> Tensor:
 def _owns_memory(tensor: Tensor) -> bool:
     """Whether no other tensor, a view or an alias, reaches this tensor's memory."""
     storage = tensor.untyped_storage()
-    if storage.nbytes() != tensor.numel() * tensor.element_size():
+    if storage.nbytes() != tensor.nbytes:
         return False
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return count is not None and count(storage._cdata) <= _SOLE_STORAGE_REFERENCES
+    return _use_count is not None and _use_count(storage._cdata) <= _SOLE_STORAGE_REFERENCES

@@ -11,9 +11,10 @@ from zenflow.config import ZenFlowConfig
 from zenflow.core import schedule
 from zenflow.core.rules import SubStep
 from zenflow.core.segments import plan_segments
+from zenflow.kernels.selective import DeviceSide, Share
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.segment import Segment, upload
-from zenflow.runtime.slots import BufferPool, Slot
+from zenflow.runtime.slots import BufferPool, Captured, Slot
 from zenflow.runtime.stats import Meter
 from zenflow.runtime.sweep import Sweep, SweepJob
 from zenflow.runtime.weight import Weight
@@ -58,6 +59,7 @@ class HostPipeline:
         self.tables: list[Table] = []
         self.pool = BufferPool(platform.storage.buffer)
         self._copies: list[Transfer] = []
+        self._to_gather: list[Share] = []
         self._failure: BaseException | None = None
 
     @property
@@ -71,26 +73,42 @@ class HostPipeline:
         segments = []
         for key, block in enumerate(blocks, first_key):
             weight = weights[block.weight]
-            segment = Segment(key, weight.view[block.start : block.stop], block.start, block.stop)
+            rows = weight.view[block.start : block.stop]
+            is_whole = len(rows) == len(weight.view)
+            segment = Segment(key, rows, block.start, block.stop, is_whole)
             weight.segments.append(segment)
             segments.append(segment)
         self.tables.append(Table(segments, [block.numel for block in blocks]))
 
     def capture(self, weight: Weight, grad: Tensor) -> None:
-        """Take a gradient (the weight's view) apart into its segments' shares."""
+        """Take a gradient (the weight's view) apart into its segments' shares. Selected channels that
+        are not gathered yet are left to :meth:`gather`. Where memory is shared, a gradient is owned by
+        the runtime and contiguous, and is the slot as it is."""
+        shared = self.platform.link.shared
         for segment in weight.segments:
-            rows = grad[segment.start : segment.stop]
-            copy = segment.capture(self.platform, self.pool, rows)
-            if not copy.done():
-                self._copies.append(copy)
-            self.meter.d2h_bytes += segment.deferred_numel * rows.element_size()
+            rows = segment.rows_of(grad)
+            if not segment.gathered:
+                share = segment.share(self.platform, rows)
+                if share is not None:
+                    self._to_gather.append(share)
+            if shared:
+                segment.captured = Captured(rows, FINISHED, None)
+            else:
+                self._copies.append(segment.send(self.platform, self.pool, rows))
+            self.meter.d2h_bytes += segment.deferred_numel * rows.itemsize
         if self.config.stream_gradients:
             self.release_copied(_MAX_STREAMING_BYTES)
+
+    def gather(self) -> None:
+        """Gather the selected channels of what was captured."""
+        shares, self._to_gather = self._to_gather, []
+        if shares:
+            self.platform.device.run(self.platform.device_kernel.gather, shares)
 
     def forget_captured(self, weight: Weight) -> None:
         """Give back what holds a gradient whose step is not applied."""
         for segment in weight.segments:
-            captured, segment.captured = segment.captured, None
+            captured, segment.captured, segment.gathered = segment.captured, None, False
             if captured is not None and captured.buffer is not None:
                 captured.ticket.wait()
                 self.pool.release(captured.buffer)
@@ -103,8 +121,8 @@ class HostPipeline:
             assert captured is not None
             captured.ticket.wait()
             parts.append(upload(self.platform, captured.grad))
-            if captured.selected_grad is not None:
-                parts.append(captured.selected_grad)
+            if segment.side is not None and segment.side.selected_grad is not None:
+                parts.append(segment.side.selected_grad)
         return parts
 
     def put_slot(self, segment: Segment, step: int, substep: SubStep, grad: Tensor) -> None:
@@ -145,9 +163,7 @@ class HostPipeline:
         due = [segment for segment in self.due(step, interval) if segment.waiting]
         for segment in due:
             self.start_sweep(segment, 0.0 if segment.synchronous_until >= step else delay)
-        for segment in due:
-            if segment.synchronous_until >= step and segment.sweep is not None:
-                self._publish(segment, segment.sweep)
+        self._publish([segment for segment in due if segment.synchronous_until >= step])
 
     def start_sweep(self, segment: Segment, delay: float) -> None:
         """Start the sweep of all waiting slots; without any, only write the weights again."""
@@ -156,7 +172,7 @@ class HostPipeline:
         if slots:
             last = slots[-1].substep
             segment.host_steps = segment.host_steps + 1 if accumulate else last.step
-            segment.last = last._replace(step=segment.host_steps)
+            segment.last = last._replace(step=segment.host_steps) if accumulate else last
         assert segment.last is not None
         link, device = self.platform.link, self.platform.device
         dtype = segment.weight.dtype
@@ -179,9 +195,7 @@ class HostPipeline:
 
     def publish_in_flight(self) -> None:
         """Publish every sweep in flight, waiting for those that are late."""
-        for segment in self.segments:
-            if segment.sweep is not None:
-                self._publish(segment, segment.sweep)
+        self._publish([segment for segment in self.segments if segment.sweep is not None])
 
     def drain(self) -> None:
         """Apply and publish every slot, and publish exactly what was extrapolated."""
@@ -193,9 +207,8 @@ class HostPipeline:
                 self.start_sweep(segment, 0.0)
                 in_flight.append(segment)
             if len(in_flight) >= depth:
-                self._publish_first(in_flight)
-        while in_flight:
-            self._publish_first(in_flight)
+                self._publish([in_flight.popleft()])
+        self._publish(in_flight)
 
     def apply_unpublished(self, weight: Weight) -> None:
         """Apply every slot of a weight whose visible values are not to be overwritten."""
@@ -246,16 +259,29 @@ class HostPipeline:
                 "restart from the last checkpoint"
             ) from self._failure
 
-    def _publish_first(self, in_flight: deque[Segment]) -> None:
-        segment = in_flight.popleft()
-        assert segment.sweep is not None
-        self._publish(segment, segment.sweep)
+    def _publish(self, segments: Iterable[Segment]) -> None:
+        """Publish sweeps in order. Those that have ended are published while later ones still run."""
+        ready: list[tuple[Segment, Sweep, Tensor]] = []
+        for segment in segments:
+            sweep = segment.sweep
+            assert sweep is not None
+            if ready and not sweep.job.finished_s:
+                self._write(ready)
+                ready = []
+            ready.append((segment, sweep, self._await(segment, sweep)))
+        if ready:
+            self._write(ready)
 
-    def _publish(self, segment: Segment, sweep: Sweep) -> None:
-        weights = self._await(segment, sweep)
-        segment.publish(self.platform, weights)
-        self.meter.h2d_bytes += segment.deferred_numel * segment.weight.element_size()
-        self._take_back(segment, sweep)
+    def _write(self, ready: Sequence[tuple[Segment, Sweep, Tensor]]) -> None:
+        """Write new weights into the device's and take back what the sweeps held."""
+        if self.platform.link.shared:
+            shares = [Share(_side(segment), weights) for segment, _, weights in ready]
+            self.platform.device.run(self.platform.device_kernel.publish, shares)
+        for segment, sweep, weights in ready:
+            if not self.platform.link.shared:
+                segment.publish(self.platform, weights)
+            self.meter.h2d_bytes += segment.deferred_numel * segment.weight.element_size()
+            self._take_back(segment, sweep)
 
     def _finish(self, segment: Segment, sweep: Sweep) -> None:
         """Let a sweep end without publishing it."""
@@ -291,3 +317,8 @@ class HostPipeline:
 def _staleness(segments: Iterable[Segment], step: int) -> int:
     oldest = [s.oldest for s in segments if s.oldest is not None]
     return step - min(oldest) + 1 if oldest else 0
+
+
+def _side(segment: Segment) -> DeviceSide:
+    assert segment.side is not None
+    return segment.side

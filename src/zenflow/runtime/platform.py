@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from zenflow.backends.device import AcceleratorDevice, CpuDevice, Device
+from zenflow.backends.device_kernel import DeviceKernel, device_kernel
 from zenflow.backends.host_kernel import HostKernel, choose_kernel
 from zenflow.backends.link import Link, SharedLink, StreamLink
 from zenflow.backends.reduce import LocalReduce, Reduce
@@ -33,6 +34,7 @@ class Platform:
     device: Device
     link: Link
     kernel: HostKernel
+    device_kernel: DeviceKernel
     storage: Storage
     reduce: Reduce
     workers: HostWorkers
@@ -55,6 +57,7 @@ def choose_platform(device: torch.device, config: ZenFlowConfig) -> Platform:
         device=CpuDevice() if shares_memory else AcceleratorDevice(device),
         link=SharedLink() if shares_memory else StreamLink(device),
         kernel=kernel,
+        device_kernel=device_kernel(kernel, shares_memory=shares_memory),
         storage=RamStorage(pin=not shares_memory),
         reduce=LocalReduce(),
         workers=ThreadWorkers(num_threads, bound),

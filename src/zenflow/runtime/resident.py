@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zenflow.core.rules import SubStep
+from zenflow.core.rules import Coefficients, SubStep
+from zenflow.kernels.selective import DeviceSide, SelectedState, Update
 from zenflow.runtime import device_ops
-from zenflow.runtime.device_ops import DeviceUpdate, SelectedState
 from zenflow.runtime.platform import Platform
 
 NOT_SEEN = (0, -1)
@@ -37,6 +37,7 @@ class Resident:
     """A parameter updated whole on the device. An fp32 parameter is its own master.
 
     Attributes:
+        side: the parameter and its state; None before the first gradient.
         grad: absorbed, its step not applied yet.
         seen: the parameter's memory and version after the runtime's last write, to notice others'.
         restored: the state was loaded and the parameter not yet compared with it.
@@ -45,7 +46,7 @@ class Resident:
     param: Tensor
     name: str
     steps: int = 0
-    state: SelectedState | None = None
+    side: DeviceSide | None = None
     grad: Tensor | None = None
     seen: tuple[int, int] = NOT_SEEN
     restored: bool = False
@@ -59,25 +60,29 @@ class Resident:
         device = platform.device
         master = device.empty(weight.shape, torch.float32) if self.has_master else weight
         moments = [device.empty(weight.shape, torch.float32) for _ in range(2)]
-        self.state = SelectedState(master, *moments)
+        self._place(platform, SelectedState(master, *moments))
         device.run(_begin, weight, self.state)
         self.seen = identity(self.param)
+
+    @property
+    def state(self) -> SelectedState | None:
+        """Of the whole parameter; None before the first gradient."""
+        return None if self.side is None else self.side.state
+
+    def _place(self, platform: Platform, state: SelectedState) -> None:
+        """Make the side anew: the parameter may have other memory than it had."""
+        weight = self.param.detach()
+        if not self.has_master:
+            state = state._replace(master=weight)
+        self.side = platform.device_kernel.prepared(DeviceSide(weight, state=state))
 
     def reread(self, platform: Platform) -> None:
         """Take the parameter as it now is for the master."""
         assert self.state is not None
+        self._place(platform, self.state)
         if self.has_master:
             platform.device.run(device_ops.copy, self.state.master, self.param.detach())
-        else:
-            self.state = self.state._replace(master=self.param.detach())
         self.seen = identity(self.param)
-
-    @property
-    def rounded(self) -> list[tuple[Tensor, Tensor]]:
-        """The master, and the weight that is this master, rounded; nothing if it is its own."""
-        if self.state is None or not self.has_master or self.restored:
-            return []
-        return [(self.state.master, self.param.detach())]
 
     def changed_outside(self, platform: Platform, *, suspicious: bool) -> bool:
         """Whether somebody else has written the parameter.
@@ -97,6 +102,7 @@ class Resident:
         platform.device.run(_count_different, self.state.master, self.param.detach(), count)
         if platform.device.read(count).item():
             return True
+        self._place(platform, self.state)
         self.seen = identity(self.param)
         return False
 
@@ -105,13 +111,14 @@ class Resident:
         """All its channels, if it has any."""
         return self.param.shape[1] if self.param.dim() >= 2 else 0
 
-    def updates(self, hyper: SubStep, step: int) -> list[DeviceUpdate]:
-        """Count the absorbed gradient; returns its selective update."""
+    def commit(
+        self, step: int, substep: SubStep, coefficients: Coefficients, updates: list[Update]
+    ) -> None:
+        """Add the absorbed gradient's update to ``updates``."""
         grad, self.grad = self.grad, None
-        assert self.state is not None and grad is not None
-        self.steps += 1
-        coefficients = hyper._replace(step=self.steps).coefficients()
-        return [DeviceUpdate(self.param.detach(), None, self.state, grad, coefficients)]
+        assert self.side is not None and grad is not None
+        self.steps = substep.step
+        updates.append(Update(self.side, grad, coefficients))
 
 
 def _count_different(master: Tensor, weight: Tensor, count: Tensor) -> None:

@@ -8,8 +8,9 @@ from torch import Tensor
 from zenflow.backends.ticket import Transfer
 from zenflow.core.channels import ChannelMap, Handover
 from zenflow.core.rules import SubStep, rebias_factor
+from zenflow.kernels import selective
+from zenflow.kernels.selective import DeviceSide, SelectedState, Share
 from zenflow.runtime import device_ops
-from zenflow.runtime.device_ops import SelectedState, Watch
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.slots import BufferPool, Captured, Slot
 from zenflow.runtime.sweep import Sweep
@@ -21,10 +22,13 @@ class Segment:
 
     Attributes:
         key: names the segment in the storage.
+        start, stop: its rows.
+        is_whole: these are all rows of the weight.
         weight: the rows as a device view ``[R, C]`` or ``[R, C, K]``.
         channels: which channel lives where; None before the first gradient.
-        selected_index, hosted_index: the same two lists on the device.
-        selected: state of the selected channels; None if there are none.
+        hosted_index: the channels of the host side, on the device.
+        side: the device side; None before the first gradient.
+        gathered: the side holds the selected part of the gradient whose step comes next.
         captured: a gradient whose step has not been applied yet.
         waiting: slots since the last sweep, oldest first.
         sweep: in flight, to be published.
@@ -32,20 +36,19 @@ class Segment:
         host_steps: updates that the host state has had ("accumulate" only counts windows).
         last: the sub-step that the host state ended with.
         extrapolated: the visible weights are ahead of the master by a lookahead.
-        fingerprint: of the weight as the runtime last published it; ``deferred_lanes`` says which of
-            it are of deferred channels alone. Shows writes through ``param.data``, which no version
-            counts.
         synchronous_until: up to this step, every step is swept and published before it ends.
+        deferred_numel: elements of the deferred channels.
     """
 
     key: int
     weight: Tensor
     start: int
     stop: int
+    is_whole: bool
     channels: ChannelMap | None = None
-    selected_index: Tensor | None = None
     hosted_index: Tensor | None = None
-    selected: SelectedState | None = None
+    side: DeviceSide | None = None
+    gathered: bool = False
     captured: Captured | None = None
     waiting: list[Slot] = field(default_factory=list)
     sweep: Sweep | None = None
@@ -53,9 +56,8 @@ class Segment:
     host_steps: int = 0
     last: SubStep | None = None
     extrapolated: bool = False
-    fingerprint: Tensor | None = None
-    deferred_lanes: Tensor | None = None
     synchronous_until: int = 0
+    deferred_numel: int = 0
 
     def begin(self, platform: Platform, selected: Tensor) -> None:
         """Create both sides' state from the weight as it is, with zero moments."""
@@ -63,40 +65,28 @@ class Segment:
         self._place(
             platform, ChannelMap.create(num_channels, selected, compact=not platform.link.shared)
         )
-        if selected.numel():
-            shape = self._shape(selected.numel())
-            self.selected = SelectedState(
-                *(platform.device.empty(shape, torch.float32) for _ in range(3))
-            )
-            platform.device.run(_begin_selected, self.weight, self.selected_index, self.selected)
+        if self.selected is not None:
+            platform.device.run(_begin_selected, self.side)
         platform.storage.create(self.key, self.host_shape)
         state = platform.storage.fetch(self.key)
         state.master.copy_(self._deferred_weight(platform))
         platform.storage.store(self.key, state)
         self.watch(platform)
 
+    @property
+    def selected(self) -> SelectedState | None:
+        """State of the selected channels; None if there are none."""
+        return None if self.side is None else self.side.state
+
     def watch(self, platform: Platform) -> None:
         """Take the fingerprint of the weight as it now is."""
-        if self.fingerprint is None:
-            num_lanes = device_ops.lanes(self.weight).shape[1]
-            self.fingerprint = platform.device.empty((num_lanes,), torch.int64)
-        platform.device.run(device_ops.fingerprint, self.weight, self.fingerprint)
-
-    def as_watched(self) -> Watch | None:
-        """What shows a write to the deferred channels; None before the first gradient."""
-        if self.channels is None or self.fingerprint is None or self.deferred_lanes is None:
-            return None
-        return Watch(self.weight, self.fingerprint, self.deferred_lanes)
+        assert self.side is not None
+        platform.device.run(selective.fingerprint, self.weight, self.side.fingerprint)
 
     @property
     def host_shape(self) -> torch.Size:
         assert self.channels is not None
         return self._shape(self.channels.hosted.numel())
-
-    @property
-    def deferred_numel(self) -> int:
-        assert self.channels is not None
-        return self._shape(self.channels.num_deferred).numel()
 
     @property
     def oldest(self) -> int | None:
@@ -105,46 +95,49 @@ class Segment:
             return self.sweep.slots[0].step
         return self.waiting[0].step if self.waiting else None
 
-    def capture(self, platform: Platform, pool: BufferPool, grad: Tensor) -> Transfer:
-        """Take a gradient: deferred channels to the host, selected ones aside.
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """This segment's rows of a tensor of the weight's shape."""
+        return whole if self.is_whole else whole[self.start : self.stop]
 
-        Returns the copy under way.
+    def share(self, platform: Platform, grad: Tensor, number: int = 0) -> Share | None:
+        """What has to be gathered of this segment's rows of a gradient; None if nothing has.
 
         Args:
-            grad: this segment's rows; where memory is shared, owned by the runtime and contiguous.
+            number: of the gradient in a :class:`Look`.
+        """
+        side = self.side
+        if side is None or side.selected_grad is None or self.channels is None:
+            return None
+        if side.selected_grad.dtype is not grad.dtype:
+            room = platform.device.empty(side.selected_grad.shape, grad.dtype)
+            side = platform.device_kernel.prepared(side._replace(selected_grad=room))
+            self.side = side
+        self.gathered = True
+        return Share(side, grad, number)
+
+    def send(self, platform: Platform, pool: BufferPool, grad: Tensor) -> Transfer:
+        """Capture the deferred channels of a gradient (this segment's rows) across the link.
+
+        Returns the copy under way.
         """
         device = platform.device
-        selected_grad = None
-        if self.selected is not None:
-            selected_grad = device.empty(self.selected.master.shape, grad.dtype)
-            device.run(device_ops.gather, grad, self.selected_index, selected_grad)
-        if platform.link.shared:
-            transfer, buffer = platform.link.to_host(grad, None, device.mark()), None
-        else:
-            staging = device.empty(self.host_shape, grad.dtype)
-            device.run(device_ops.gather, grad, self.hosted_index, staging)
-            buffer = pool.acquire(self.host_shape, grad.dtype)
-            transfer = platform.link.to_host(staging, buffer, device.mark())
-        self.captured = Captured(transfer.tensor, transfer.ticket, buffer, selected_grad)
+        staging = device.empty(self.host_shape, grad.dtype)
+        device.run(device_ops.gather, grad, self.hosted_index, staging)
+        buffer = pool.acquire(self.host_shape, grad.dtype)
+        transfer = platform.link.to_host(staging, buffer, device.mark())
+        self.captured = Captured(transfer.tensor, transfer.ticket, buffer)
         return transfer
 
-    def commit(self, step: int, substep: SubStep) -> Tensor | None:
-        """Let the captured gradient wait as a slot; returns the selected channels' part."""
-        captured, self.captured = self.captured, None
+    def commit(self, step: int, substep: SubStep) -> None:
+        """Let the captured gradient wait as a slot."""
+        captured, self.captured, self.gathered = self.captured, None, False
         assert captured is not None
-        grad, ticket, buffer, selected_grad = captured
+        grad, ticket, buffer = captured
         self.waiting.append(Slot(step, substep, grad, ticket, buffer))
-        return selected_grad
 
     def publish(self, platform: Platform, weights: Tensor) -> None:
-        """Write the deferred channels of ``weights`` (of the host's shape) into the weight."""
-        if platform.link.shared:
-            master = None if self.selected is None else self.selected.master
-            platform.device.run(
-                device_ops.publish_all, self.weight, weights, self.selected_index, master
-            )
-        else:
-            platform.device.run(device_ops.scatter, self.weight, self.hosted_index, weights)
+        """Write the deferred channels, which came across the link, into the weight."""
+        platform.device.run(device_ops.scatter, self.weight, self.hosted_index, weights)
         self.watch(platform)
 
     def adopt(self, platform: Platform, chosen: Tensor, substep: SubStep) -> int:
@@ -173,10 +166,10 @@ class Segment:
         platform.device.run(device_ops.put_state, self.selected, places, arrived)
         if self.captured is not None:
             self._swap_captured(platform, self.captured, places, handover)
+        else:
+            self.gathered = False
         self._place(platform, self.channels.after(handover))
-        platform.device.run(
-            device_ops.write_selected, self.weight, self.selected_index, self.selected.master
-        )
+        platform.device.run(selective.write_selected, self.side)
         self.watch(platform)
         return handover.incoming.numel()
 
@@ -184,14 +177,15 @@ class Segment:
         self, platform: Platform, captured: Captured, places: Tensor, handover: Handover
     ) -> None:
         """A gradient captured under the old selection changes sides with its channels."""
-        assert captured.selected_grad is not None
+        assert self.side is not None
+        selected_grad = self.side.selected_grad
         captured.ticket.wait()
         incoming = captured.grad.index_select(1, handover.host_from)
         outgoing = platform.device.empty(incoming.shape, incoming.dtype)
-        platform.device.run(device_ops.gather, captured.selected_grad, places, outgoing)
+        platform.device.run(device_ops.gather, selected_grad, places, outgoing)
         captured.grad.index_copy_(1, handover.host_to, download(platform, outgoing))
         arrived = upload(platform, incoming)
-        platform.device.run(device_ops.scatter, captured.selected_grad, places, arrived)
+        platform.device.run(device_ops.scatter, selected_grad, places, arrived)
 
     def _take_selected(self, platform: Platform, places: Tensor, handover: Handover) -> Tensor:
         shape = (3, *self._shape(handover.places.numel()))
@@ -206,12 +200,15 @@ class Segment:
         state.master.copy_(self._deferred_weight(platform))
         platform.storage.store(self.key, state)
         self.extrapolated = False
-        self.fingerprint = None  # other memory may have other lanes
+        self.look_anew(platform)
+        if self.selected is not None:
+            platform.device.run(_reread_selected, self.side)
+
+    def look_anew(self, platform: Platform) -> None:
+        """Take the fingerprint of the weight, whose memory may be other than it was."""
+        assert self.channels is not None
         self._place(platform, self.channels)
         self.watch(platform)
-        if self.selected is not None:
-            index, master = self.selected_index, self.selected.master
-            platform.device.run(device_ops.gather, self.weight, index, master)
 
     def assemble(self, platform: Platform) -> tuple[Tensor, Tensor, Tensor]:
         """Master and moments of all channels, in channel order, fp32 in host memory.
@@ -247,14 +244,40 @@ class Segment:
         return torch.Size((rows, num_channels, *kernel))
 
     def _place(self, platform: Platform, channels: ChannelMap) -> None:
+        """Make the device side anew: other channels are selected, or the weight has other memory."""
         self.channels = channels
         selected, hosted = channels.selected, channels.hosted
-        self.selected_index = upload(platform, selected) if selected.numel() else None
         self.hosted_index = upload(platform, hosted) if channels.compact else None
-        rows, num_channels, *_ = self.weight.shape
-        num_lanes = device_ops.lanes(self.weight).shape[1]
-        lanes = channels.deferred_lanes(self.weight.numel() // (rows * num_channels), num_lanes)
-        self.deferred_lanes = upload(platform, lanes)
+        self.deferred_numel = self._shape(channels.num_deferred).numel()
+        element_shape = self.weight.shape[2:]
+        num_lanes = selective.lanes(self.weight).shape[1]
+        lanes = channels.deferred_lanes(element_shape.numel(), num_lanes)
+        before = self.side
+        if before is None or before.fingerprint is None or before.fingerprint.numel() != num_lanes:
+            fingerprint = platform.device.empty((num_lanes,), torch.int64)
+        else:
+            fingerprint = before.fingerprint
+        side = DeviceSide(
+            self.weight, fingerprint=fingerprint, deferred_lanes=upload(platform, lanes)
+        )
+        if selected.numel():
+            state, selected_grad = self._room_for_selected(platform, selected.numel())
+            side = side._replace(
+                channels=upload(platform, selected),
+                state=state,
+                selected_grad=selected_grad,
+                is_selected=upload(platform, channels.is_selected(element_shape)),
+            )
+        self.side = platform.device_kernel.prepared(side)
+
+    def _room_for_selected(self, platform: Platform, num: int) -> tuple[SelectedState, Tensor]:
+        """The present state and place for gradients, or new ones."""
+        if self.side is not None and self.side.state is not None:
+            assert self.side.selected_grad is not None
+            return self.side.state, self.side.selected_grad
+        device, shape = platform.device, self._shape(num)
+        state = SelectedState(*(device.empty(shape, torch.float32) for _ in range(3)))
+        return state, device.empty(shape, self.weight.dtype)
 
     def _deferred_weight(self, platform: Platform) -> Tensor:
         if self.hosted_index is None:
@@ -278,10 +301,17 @@ def download(platform: Platform, tensor: Tensor) -> Tensor:
     return platform.link.to_host(tensor, target, platform.device.mark()).wait()
 
 
-def _begin_selected(weight: Tensor, index: Tensor, state: SelectedState) -> None:
-    state.master.copy_(weight.index_select(1, index))
-    state.exp_avg.zero_()
-    state.exp_avg_sq.zero_()
+def _begin_selected(side: DeviceSide) -> None:
+    _reread_selected(side)
+    assert side.state is not None
+    side.state.exp_avg.zero_()
+    side.state.exp_avg_sq.zero_()
+
+
+def _reread_selected(side: DeviceSide) -> None:
+    """The masters of the selected channels from the weight as it now is."""
+    assert side.state is not None and side.channels is not None
+    side.state.master.copy_(side.weight.index_select(1, side.channels))
 
 
 def _rebias(values: Tensor, substep: SubStep, from_step: int, to_step: int) -> None:

@@ -41,7 +41,7 @@ class Selection:
         """Choose anew by this gradient; the choice arrives in a later step."""
         num = self.chosen.numel()
         chosen = platform.device.empty((num,), torch.int64)
-        platform.device.run(device_ops.score, grad, platform.reduce, chosen)
+        platform.device.run(device_ops.score, grad, platform.device_kernel, platform.reduce, chosen)
         target = None if platform.link.shared else platform.storage.buffer((num,), torch.int64)
         self.pending.append((step, platform.link.to_host(chosen, target, platform.device.mark())))
         self.due = step + self.interval

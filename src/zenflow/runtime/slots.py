@@ -48,13 +48,11 @@ class Captured(NamedTuple):
     Attributes:
         grad: of the segment's host shape, readable once ``ticket`` is done.
         buffer: what returns to the pool after the sweep; None where the gradient itself is the slot.
-        selected_grad: the selected channels' part, on the device; None without any.
     """
 
     grad: Tensor
     ticket: Ticket
     buffer: Tensor | None
-    selected_grad: Tensor | None
 
 
 class Slot(NamedTuple):

@@ -1,8 +1,7 @@
 """What a step did and what it cost."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,11 +88,17 @@ class Meter:
         self.h2d_bytes = 0
         self.reselected_channels = 0
 
-    @contextmanager
-    def stall(self) -> Iterator[None]:
+    def stall(self) -> "_Stall":
         """Count the time inside as waiting for host work or the link."""
-        begin_s = self.clock()
-        try:
-            yield
-        finally:
-            self.stall_s += self.clock() - begin_s
+        return _Stall(self)
+
+
+class _Stall:
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def __enter__(self) -> None:
+        self._begin_s = self._meter.clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._meter.stall_s += self._meter.clock() - self._begin_s

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from zenflow.core.channels import channel_view
-from zenflow.core.rules import SubStep
+from zenflow.core.rules import Coefficients, SubStep
+from zenflow.kernels.selective import DeviceSide, Update
 from zenflow.runtime import device_ops
-from zenflow.runtime.device_ops import DeviceUpdate, Watch
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.resident import NOT_SEEN, check_place, identity
 from zenflow.runtime.segment import Segment
@@ -27,6 +27,7 @@ class Weight:
         num_selected: k, channels selected at a time.
         seen: the parameter's memory and version after the runtime's last write, to notice others'.
         substep: of its last gradient.
+        adopted: version of the selection that all its segments use.
         selection: None before the first gradient, and where no channel is selected.
         inherited: AdamW state loaded from elsewhere, to begin with at the first gradient.
         restored_checksum: of the parameter that a loaded state belongs to, until it is compared.
@@ -41,6 +42,7 @@ class Weight:
     segments: list[Segment] = field(default_factory=list)
     steps: int = 0
     substep: SubStep | None = None
+    adopted: int = 0
     selection: Selection | None = None
     inherited: Mapping[str, Any] | None = None
     restored_checksum: int | None = None
@@ -51,7 +53,9 @@ class Weight:
         chosen = torch.empty(0, dtype=torch.int64)
         if self.num_selected:
             scored = platform.device.empty((self.num_selected,), torch.int64)
-            platform.device.run(device_ops.score, grad, platform.reduce, scored)
+            platform.device.run(
+                device_ops.score, grad, platform.device_kernel, platform.reduce, scored
+            )
             chosen = platform.device.read(scored)
             self.selection = Selection.begin(chosen, interval, step, self.index)
         for segment in self.segments:
@@ -87,9 +91,9 @@ class Weight:
         return int(platform.device.read(out).item())
 
     @property
-    def watches(self) -> list[Watch]:
-        """What shows a write to deferred channels that changed no version."""
-        return [watch for s in self.segments if (watch := s.as_watched()) is not None]
+    def sides(self) -> list[DeviceSide]:
+        """Of its segments, once it has begun."""
+        return [side for segment in self.segments if (side := segment.side) is not None]
 
     def changed_outside(self, platform: Platform, *, suspicious: bool) -> bool:
         """Whether somebody else has written the parameter.
@@ -101,9 +105,10 @@ class Weight:
             return False
         expected, self.restored_checksum = self.restored_checksum, None
         if expected is not None and expected == self.checksum(platform):
+            self.follow()
             self.seen = identity(self.param)
             for segment in self.segments:
-                segment.watch(platform)
+                segment.look_anew(platform)
             return False
         return True
 
@@ -111,9 +116,9 @@ class Weight:
         return self.seen != identity(self.param)
 
     def _lost_print(self, platform: Platform) -> bool:
-        watches = self.watches
-        out = platform.device.empty((len(watches),), torch.int64)
-        platform.device.run(device_ops.num_changed, watches, out)
+        sides = self.sides
+        out = platform.device.empty((len(sides),), torch.int64)
+        platform.device.run(device_ops.num_changed, sides, out)
         return bool(platform.device.read(out).any())
 
     def follow(self) -> None:
@@ -136,25 +141,17 @@ class Weight:
             segment.reread(platform)
         self.seen = identity(self.param)
 
-    def updates(self, hyper: SubStep, step: int) -> list[DeviceUpdate]:
-        """Count the absorbed gradient, let it wait; returns the selected channels' updates."""
-        self.steps += 1
-        self.substep = hyper._replace(step=self.steps)
-        coefficients = self.substep.coefficients()
-        updates = []
+    def commit(
+        self, step: int, substep: SubStep, coefficients: Coefficients, updates: list[Update]
+    ) -> None:
+        """Let the absorbed gradient wait; add the selected channels' updates to ``updates``."""
+        self.steps = substep.step
+        self.substep = substep
         for segment in self.segments:
-            grad = segment.commit(step, self.substep)
-            if segment.selected is not None and grad is not None:
-                updates.append(
-                    DeviceUpdate(
-                        segment.weight,
-                        segment.selected_index,
-                        segment.selected,
-                        grad,
-                        coefficients,
-                    )
-                )
-        return updates
+            segment.commit(step, substep)
+            side = segment.side
+            if side is not None and side.selected_grad is not None:
+                updates.append(Update(side, side.selected_grad, coefficients))
 
     def forget(self, step: int) -> None:
         """Undo what the gradient of a step that is not applied has begun."""

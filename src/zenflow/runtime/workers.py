@@ -58,20 +58,28 @@ class ThreadTask(Generic[T]):
 
     def __init__(self, job: Callable[[], T], workers: "ThreadWorkers") -> None:
         self._job: Callable[[], T] | None = job
-        self.description = repr(job)
         self._workers = workers
         self._finished = threading.Event()
         self._error: BaseException | None = None
+        self._failed = ""
+
+    @property
+    def description(self) -> str:
+        """The job in words, formed when somebody asks."""
+        job = self._job
+        return self._failed or ("a job that has ended" if job is None else repr(job))
 
     def run(self) -> None:
         """Run the job, in a worker."""
-        job, self._job = self._job, None
+        job = self._job
         assert job is not None
         try:
             self.result = job()
         except BaseException as error:
+            self._failed = repr(job)
             self._error = error
         finally:
+            self._job = None
             del job
             self._finished.set()
 
@@ -108,7 +116,7 @@ class ThreadWorkers:
         self.num_threads = num_threads
         self._queue: SimpleQueue[ThreadTask[Any] | None] = SimpleQueue()
         self._closed = False
-        self._running: dict[str, str] = {}
+        self._running: dict[str, tuple[ThreadTask[Any], float]] = {}
         self._threads = [
             threading.Thread(
                 target=_work,
@@ -133,9 +141,14 @@ class ThreadWorkers:
 
     def describe(self) -> str:
         """What each worker is doing, for a report of a hang."""
-        return ", ".join(
-            f"{thread.name} {self._running.get(thread.name, 'is idle')}" for thread in self._threads
-        )
+        return ", ".join(f"{thread.name} {self._does(thread.name)}" for thread in self._threads)
+
+    def _does(self, name: str) -> str:
+        running = self._running.get(name)
+        if running is None:
+            return "is idle"
+        task, since = running
+        return f"runs {task.description} since {time.strftime('%H:%M:%S', time.localtime(since))}"
 
     def close(self) -> None:
         if self._closed:
@@ -149,12 +162,14 @@ class ThreadWorkers:
 
 
 def _work(
-    queue: "SimpleQueue[ThreadTask[Any] | None]", running: dict[str, str], cores: Sequence[int]
+    queue: "SimpleQueue[ThreadTask[Any] | None]",
+    running: dict[str, tuple[ThreadTask[Any], float]],
+    cores: Sequence[int],
 ) -> None:
     bind_thread(cores)
     name = threading.current_thread().name
     while (task := queue.get()) is not None:
-        running[name] = f"runs {task.description} since {time.strftime('%H:%M:%S')}"
+        running[name] = task, time.time()
         task.run()
         del task
         del running[name]

@@ -1,4 +1,5 @@
-"""The native sweep through ``ctypes``, which releases the GIL while it runs.
+"""The native kernels through ``ctypes``, which releases the GIL while they run: the sweep is here, the
+selective path in ``native.selective``.
 
 Bitwise equal to ``kernels.reference``, whatever the instruction set; only which NaN a NaN is may
 differ.
@@ -18,7 +19,7 @@ from zenflow.kernels.native import build
 INSTRUCTION_SETS = tuple(build.ISA_FLAGS)
 """All that the sources can be compiled for."""
 
-_ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ELEMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class NativeUnavailable(Exception):
@@ -47,7 +48,9 @@ class Library:
     """The loaded shared library.
 
     Attributes:
-        compiled: instruction sets in it, best first.
+        dll: its functions.
+        index: the number of each instruction set in it.
+        compiled: those instruction sets, best first.
         usable: those of them that this CPU runs.
     """
 
@@ -58,10 +61,10 @@ class Library:
                 f"again or run `python {build.__file__}`"
             )
         try:
-            self._dll = ctypes.CDLL(str(build.LIBRARY))
-            self._dll.zenflow_build_id.restype = ctypes.c_char_p
-            self._dll.zenflow_isa_name.restype = ctypes.c_char_p
-            built_from = self._dll.zenflow_build_id().decode()
+            self.dll = ctypes.CDLL(str(build.LIBRARY))
+            self.dll.zenflow_build_id.restype = ctypes.c_char_p
+            self.dll.zenflow_isa_name.restype = ctypes.c_char_p
+            built_from = self.dll.zenflow_build_id().decode()
         except (OSError, AttributeError) as error:
             raise NativeUnavailable(f"{build.LIBRARY} could not be loaded: {error}") from error
         if built_from != build.build_id():
@@ -69,11 +72,11 @@ class Library:
                 f"{build.LIBRARY} was built from other sources. Install again or run "
                 f"`python {build.__file__}`"
             )
-        names = iter(map(self._dll.zenflow_isa_name, itertools.count()).__next__, None)
-        self._index = {name.decode(): index for index, name in enumerate(names)}
-        self.compiled = tuple(self._index)
+        names = iter(map(self.dll.zenflow_isa_name, itertools.count()).__next__, None)
+        self.index = {name.decode(): index for index, name in enumerate(names)}
+        self.compiled = tuple(self.index)
         self.usable = tuple(
-            name for name in self.compiled if self._dll.zenflow_isa_runs_here(self._index[name])
+            name for name in self.compiled if self.dll.zenflow_isa_runs_here(self.index[name])
         )
 
     def sweep(
@@ -113,9 +116,9 @@ class Library:
             1.0 / max(1, len(grads)),
             delay,
         )
-        grad_type = _ELEMENT_TYPES[grads[0].dtype] if grads else 0
-        self._dll.zenflow_sweep(
-            self._index[isa], grad_type, _ELEMENT_TYPES[out.dtype], ctypes.byref(args)
+        grad_type = ELEMENT_TYPES[grads[0].dtype] if grads else 0
+        self.dll.zenflow_sweep(
+            self.index[isa], grad_type, ELEMENT_TYPES[out.dtype], ctypes.byref(args)
         )
 
 

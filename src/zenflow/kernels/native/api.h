@@ -33,9 +33,53 @@ struct SweepArgs {
 
 using Sweep = void (*)(const SweepArgs&);
 
-// What sweep.cpp, compiled for one instruction set, offers.
+// A segment's device side, or a resident parameter: kernels.selective.DeviceSide, whose words these
+// are. Rows lie `row_stride` bytes apart; within a row elements are adjacent. A resident parameter is
+// one row.
+struct Side {
+  void* weight;
+  size_t row_stride;
+  size_t num_rows;
+  size_t row_numel;         // channels times kernel_numel
+  size_t kernel_numel;      // elements of one channel in one row
+  const int64_t* channels;  // num_selected of them; null: all
+  size_t num_selected;
+  float* master;  // num_rows * num_selected * kernel_numel, as the two moments are
+  float* exp_avg;
+  float* exp_avg_sq;
+  void* selected_grad;            // the same number, of grad_type
+  const uint8_t* is_selected;     // row_numel; null: none is
+  int64_t* fingerprint;           // num_lanes
+  const uint8_t* deferred_lanes;  // num_lanes
+  size_t num_lanes;
+  int32_t lane_bytes;
+  int32_t weight_type;
+  int32_t grad_type;
+  int32_t padding;
+};
+
+// What select.cpp, compiled for one instruction set, offers; the contract is kernels/selective.py's.
+struct Select {
+  // Gathers a gradient's selected channels, if any, into `selected_grad`; says whether all is finite.
+  bool (*take)(const Side&, const void* grad);
+  bool (*all_finite)(const void* grad, int grad_type, size_t numel);
+  // One AdamW sub-step of the state, and the weights from it.
+  void (*update)(const Side&, const void* grad, const Coefficients&);
+  // The weights of deferred channels from `staged`, and the fingerprint of all.
+  void (*publish)(const Side&, const void* staged);
+  // Deferred lanes that have lost their fingerprint.
+  size_t (*num_changed)(const Side&);
+  // Weights that are not their masters, rounded; of a resident parameter.
+  size_t (*num_different)(const Side&);
+  // Squared norm of each column, in the order of core.selection.channel_energy.
+  void (*energy)(
+      const void* grad, int grad_type, size_t num_rows, size_t row_numel, size_t block_rows, float* out);
+};
+
+// What the object files compiled for one instruction set offer.
 struct InstructionSet {
   Sweep sweep[kNumElementTypes][kNumElementTypes];  // by the slots' type, then by the weights'
+  const Select* select;
 };
 
 }  // namespace zenflow

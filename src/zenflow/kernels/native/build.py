@@ -43,7 +43,10 @@ ISA_FLAGS = {
     "neon": [],
     "portable": ["-DZENFLOW_PORTABLE"],
 }
-"""What ``sweep.cpp`` can be compiled for, and how."""
+"""What the kernels can be compiled for, and how."""
+
+_PER_ISA = ["sweep.cpp", "select.cpp"]
+"""Compiled once for each instruction set."""
 
 _ISAS = {
     "x86_64": ["portable", "avx2", "avx512"],
@@ -59,7 +62,7 @@ class BuildError(Exception):
 def build_id() -> str:
     """Digest of all that decides what the library does, to tell one built from other sources."""
     files = sorted(p for p in SOURCES.iterdir() if p.suffix in (".cpp", ".h"))
-    digest = hashlib.sha256(repr((_FLAGS, ISA_FLAGS, _ISAS)).encode())
+    digest = hashlib.sha256(repr((_FLAGS, ISA_FLAGS, _ISAS, _PER_ISA)).encode())
     for file in files:
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:16]
@@ -90,10 +93,11 @@ def build(library: Path = LIBRARY, extra_flags: Sequence[str] = ()) -> None:
         macro = f'-DZENFLOW_BUILD_ID="{build_id()}"'
         _run([*compiler, *flags, macro, "-c", str(SOURCES / "dispatch.cpp"), "-o", objects[0]])
         for isa in _ISAS.get(platform.machine(), ["portable"]):
-            objects.append(str(Path(scratch, f"{isa}.o")))
             isa_flags = [f"-DZENFLOW_ISA={isa}", *ISA_FLAGS[isa]]
-            source = str(SOURCES / "sweep.cpp")
-            _run([*compiler, *flags, *isa_flags, "-c", source, "-o", objects[-1]])
+            for source in _PER_ISA:
+                objects.append(str(Path(scratch, f"{isa}_{source}.o")))
+                path = str(SOURCES / source)
+                _run([*compiler, *flags, *isa_flags, "-c", path, "-o", objects[-1]])
         library.parent.mkdir(parents=True, exist_ok=True)
         linked = Path(scratch, "linked.so")
         _run([*compiler, "-shared", *extra_flags, *objects, "-o", str(linked)])

@@ -7,7 +7,7 @@
 
 namespace zenflow {
 
-// One for each object file that build.py compiles from sweep.cpp.
+// One for each instruction set that build.py compiles sweep.cpp and select.cpp for.
 namespace portable { extern const InstructionSet instruction_set; }
 namespace avx2 { extern const InstructionSet instruction_set; }
 namespace avx512 { extern const InstructionSet instruction_set; }
@@ -84,5 +84,49 @@ ZENFLOW_EXPORT int zenflow_isa_runs_here(int isa) { return kCandidates[isa].runs
 ZENFLOW_EXPORT void zenflow_sweep(
     int isa, int grad_type, int weight_type, const zenflow::SweepArgs* args) {
   kCandidates[isa].code->sweep[grad_type][weight_type](*args);
+}
+
+// The selective path takes a batch in each call, because a model has hundreds of tensors and a call
+// from Python costs as much as the work on a small one.
+
+ZENFLOW_EXPORT void zenflow_take(
+    int isa, size_t n, const zenflow::Side* sides, const void* const* grads, uint8_t* finite) {
+  for (size_t i = 0; i < n; ++i) finite[i] = kCandidates[isa].code->select->take(sides[i], grads[i]);
+}
+
+ZENFLOW_EXPORT void zenflow_all_finite(
+    int isa, size_t n, const void* const* grads, const size_t* numels, const int32_t* types, uint8_t* finite) {
+  const auto all_finite = kCandidates[isa].code->select->all_finite;
+  for (size_t i = 0; i < n; ++i) finite[i] = all_finite(grads[i], types[i], numels[i]);
+}
+
+ZENFLOW_EXPORT void zenflow_update(
+    int isa, size_t n, const zenflow::Side* sides, const void* const* grads, const int32_t* which,
+    const zenflow::Coefficients* coefficients) {
+  const auto update = kCandidates[isa].code->select->update;
+  for (size_t i = 0; i < n; ++i) update(sides[i], grads[i], coefficients[which[i]]);
+}
+
+ZENFLOW_EXPORT void zenflow_publish(
+    int isa, size_t n, const zenflow::Side* sides, const void* const* staged) {
+  for (size_t i = 0; i < n; ++i) kCandidates[isa].code->select->publish(sides[i], staged[i]);
+}
+
+ZENFLOW_EXPORT size_t zenflow_num_changed(int isa, size_t n, const zenflow::Side* sides) {
+  size_t count = 0;
+  for (size_t i = 0; i < n; ++i) count += kCandidates[isa].code->select->num_changed(sides[i]);
+  return count;
+}
+
+ZENFLOW_EXPORT size_t zenflow_num_different(int isa, size_t n, const zenflow::Side* sides) {
+  size_t count = 0;
+  for (size_t i = 0; i < n; ++i) count += kCandidates[isa].code->select->num_different(sides[i]);
+  return count;
+}
+
+ZENFLOW_EXPORT void zenflow_energy(
+    int isa, int grad_type, const void* grad, size_t num_rows, size_t row_numel, size_t block_rows,
+    float* energy) {
+  kCandidates[isa].code->select->energy(grad, grad_type, num_rows, row_numel, block_rows, energy);
 }
 }

@@ -155,11 +155,14 @@ void sweep(const SweepArgs& a) {
 
 }  // namespace
 
+extern const Select select;  // select.cpp
+
 extern const InstructionSet instruction_set;
 const InstructionSet instruction_set = {
     {{sweep<Fp32, Fp32>, sweep<Fp32, Bf16>, sweep<Fp32, Fp16>},
      {sweep<Bf16, Fp32>, sweep<Bf16, Bf16>, sweep<Bf16, Fp16>},
      {sweep<Fp16, Fp32>, sweep<Fp16, Bf16>, sweep<Fp16, Fp16>}},
+    &select,
 };
 
 }  // namespace zenflow::ZENFLOW_ISA

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from zenflow.backends.device import CpuDevice, Device
+from zenflow.backends.device_kernel import device_kernel
+from zenflow.backends.host_kernel import choose_kernel
 from zenflow.backends.link import Link, SharedLink
 from zenflow.backends.reduce import LocalReduce
 from zenflow.config import ZenFlowConfig
@@ -81,6 +83,7 @@ class SimulatedMachine:
             device=device,
             link=link,
             kernel=self.kernel,
+            device_kernel=device_kernel(choose_kernel(), shares_memory=self.shared),
             storage=PoisonedStorage(),
             reduce=LocalReduce(),
             workers=self.workers,
