@@ -1,9 +1,10 @@
 """The optimizer that a user holds."""
 
+import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, overload
 
 import torch
@@ -36,6 +37,7 @@ class _Shared:
         self.names: dict[Tensor, str] = {}
         self.entry: dict[str, Any] | None = None
         self.closed = False
+        self.lock = threading.RLock()
 
 
 def _add_entry(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -167,6 +169,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take every gradient and apply it now (selected, resident) or within the update interval.
@@ -185,9 +188,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with interrupts.whole():
+        with self._alone():
             engine = self._running_engine()
             hypers = groups.hyperparameters(self.param_groups)
+            self._check_parameters(hypers)
             if self._stream is not None:
                 self._settle_stream(engine, self._stream, hypers)
             engine.step(self._take_gradients(shared=engine.platform.link.shared), hypers)
@@ -201,6 +205,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """
         return nullcontext() if self._stream is None else self._stream.accumulate()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def synchronize(self) -> None:
         """Apply and publish every gradient so far; call it before evaluating or saving weights.
@@ -210,21 +215,23 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: if a host worker failed, with its cause.
         """
-        if self._engine is not None and not self._shared.closed:
-            with interrupts.whole():
+        with self._alone():
+            if self._engine is not None and not self._shared.closed:
                 self._engine.synchronize()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def close(self) -> None:
         """Synchronize and end the worker threads. Idempotent; also done on garbage collection and
         exit."""
-        self._shared.closed = True
-        if self._stream is not None:
-            self._stream.detach()
-        if self._shared.finalizer is not None:
-            with interrupts.whole():
+        with self._alone():
+            self._shared.closed = True
+            if self._stream is not None:
+                self._stream.detach()
+            if self._shared.finalizer is not None:
                 self._shared.finalizer()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """All state, in the layout of ``torch.optim.AdamW`` with fp32 ``master`` weights beside.
@@ -235,19 +242,21 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """
         if self._engine is None:
             return super().state_dict()
-        with interrupts.whole():
+        with self._alone():
+            self._engine.pipeline.raise_if_failed()
             exported = checkpoint.export(self._engine)
-        for param in self._names:
-            if param in exported.states:
-                self.state[param] = exported.states[param]
-        numbers = {param: i for i, param in enumerate(self._all_params())}
-        self._shared.entry = exported.entry(numbers)
-        try:
-            return super().state_dict()
-        finally:
-            self.state.clear()
-            self._shared.entry = None
+            for param in self._names:
+                if param in exported.states:
+                    self.state[param] = exported.states[param]
+            numbers = {param: i for i, param in enumerate(self._all_params())}
+            self._shared.entry = exported.entry(numbers)
+            try:
+                return super().state_dict()
+            finally:
+                self.state.clear()
+                self._shared.entry = None
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state: this optimizer's own, or one of ``torch.optim.AdamW``.
@@ -255,6 +264,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: if it does not fit the parameters or the config; nothing is changed then.
         """
+        with self._alone():
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         state_dict = self._before_load(state_dict)
         loaded = checkpoint.parse(state_dict, self._all_params(), self._config)
         engine = None if loaded.is_empty else self._new_engine()
@@ -291,6 +304,23 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             super().load_state_dict({"state": {}, "param_groups": param_groups})
         finally:
             self._optimizer_load_state_dict_pre_hooks = hooks
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One thread at a time, which Ctrl-C does not stop in the middle."""
+        with interrupts.whole(), self._shared.lock:
+            yield
+
+    def _check_parameters(self, in_groups: Mapping[Tensor, SubStep]) -> None:
+        """Refuse groups whose lists of parameters somebody has changed."""
+        if in_groups.keys() == self._names.keys():
+            return
+        added = [tuple(p.shape) for p in in_groups if p not in self._names]
+        removed = [name for param, name in self._names.items() if param not in in_groups]
+        raise ValueError(
+            f"param_groups were changed: parameters of shapes {added} were added and {removed} "
+            "removed; add parameters by add_param_group(), or build a new optimizer"
+        )
 
     def _make_platform(self, device: torch.device) -> Platform:
         return choose_platform(device, self._config)
@@ -342,24 +372,29 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     def _absorb(self, param: Tensor) -> Tensor:
         """Take one gradient in the backward pass; returns its norm."""
-        engine = self._running_engine()
-        if param in engine.absorbed:  # and zeroed since, or autograd would have added to it
-            engine.forget(param)
-        name = self._names[param]
-        grad = take_gradient(param, name, engine.platform.link.shared)
-        norm = engine.platform.device.empty((), torch.float32)
-        engine.platform.device.run(device_ops.norm, grad, norm)
-        engine.absorb(Gradient(param, grad, name), engine.step_index + 1, norm)
-        return norm
+        with self._shared.lock:
+            engine = self._running_engine()
+            if param in engine.absorbed:  # and zeroed since, or autograd would have added to it
+                engine.forget(param)
+            name = self._names[param]
+            grad = take_gradient(param, name, engine.platform.link.shared)
+            norm = engine.platform.device.empty((), torch.float32)
+            try:
+                engine.platform.device.run(device_ops.norm, grad, norm)
+                engine.absorb(Gradient(param, grad, name), engine.step_index + 1, norm)
+            except BaseException as error:  # a part of it has been taken
+                engine.pipeline.fail(error)
+                raise
+            return norm
 
     def _settle_stream(
         self, engine: Engine, stream: GradientStream, hypers: dict[Tensor, SubStep]
     ) -> None:
         """Drop what the user has dropped by zeroing gradients; scale what was clipped."""
+        stream.attach(self._all_params())
         for param in list(engine.absorbed):
             if isinstance(param.grad, TakenGradient):
                 hypers[param] = hypers[param]._replace(scale=param.grad.scale())
                 param.grad = None
             else:
                 engine.forget(param)
-        stream.attach(self._all_params())
