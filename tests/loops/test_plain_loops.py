@@ -494,6 +494,11 @@ def scheduler_arguments(name: str, optimizer: Optimizer) -> dict[str, Any]:
     return {"scheduler_specific_kwargs": specific.get(name)}
 
 
+def test_the_schedules_are_all_of_transformers() -> None:
+    known = transformers.optimization.TYPE_TO_SCHEDULER_FUNCTION
+    assert {transformers.SchedulerType(kind) for kind in known} == set(transformers.SchedulerType)
+
+
 @pytest.mark.covers("schedules of transformers", "learning rate schedules")
 @pytest.mark.parametrize("name", [kind.value for kind in transformers.SchedulerType])
 def test_every_schedule_of_transformers(name: str) -> None:
