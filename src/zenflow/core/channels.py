@@ -70,7 +70,7 @@ class ChannelMap:
 
     @classmethod
     def create(cls, num_channels: int, selected: Tensor, *, compact: bool) -> "ChannelMap":
-        hosted = torch.arange(num_channels)
+        hosted = torch.arange(num_channels, device="cpu")
         if compact:
             hosted = hosted[~torch.isin(hosted, selected)]
         return cls(num_channels, selected, hosted, compact)
@@ -81,14 +81,14 @@ class ChannelMap:
 
     def deferred_places(self) -> Tensor:
         """Positions in the host state of the deferred channels, in ascending channel order."""
-        places = torch.empty(self.num_channels, dtype=torch.int64)
-        places[self.hosted] = torch.arange(self.hosted.numel())
-        channels = torch.arange(self.num_channels)
+        places = torch.empty(self.num_channels, dtype=torch.int64, device="cpu")
+        places[self.hosted] = torch.arange(self.hosted.numel(), device="cpu")
+        channels = torch.arange(self.num_channels, device="cpu")
         return places[channels[~torch.isin(channels, self.selected)]]
 
     def deferred_lanes(self, elements_per_channel: int, num_lanes: int) -> Tensor:
         """Which of a row's equal lanes hold nothing but deferred channels; bool ``[num_lanes]``."""
-        deferred = torch.ones(self.num_channels, dtype=torch.bool)
+        deferred = torch.ones(self.num_channels, dtype=torch.bool, device="cpu")
         deferred[self.selected] = False
         return deferred.repeat_interleave(elements_per_channel).view(num_lanes, -1).all(1)
 
@@ -102,8 +102,8 @@ class ChannelMap:
         outgoing = self.selected[places]
         if not self.compact:
             return Handover(incoming, outgoing, places, incoming, outgoing)
-        position = torch.empty(self.num_channels, dtype=torch.int64)
-        position[self.hosted] = torch.arange(self.hosted.numel())
+        position = torch.empty(self.num_channels, dtype=torch.int64, device="cpu")
+        position[self.hosted] = torch.arange(self.hosted.numel(), device="cpu")
         freed = position[incoming]
         return Handover(incoming, outgoing, places, freed, freed)
 

@@ -25,7 +25,7 @@ def channel_energy(grad_RCK: Tensor) -> Tensor:
     """
     other_dims = [0] if grad_RCK.dim() == 2 else [0, 2]
     row_numel = max(1, grad_RCK[0].numel())
-    energy_C = torch.zeros(grad_RCK.shape[1], device=grad_RCK.device)
+    energy_C = torch.zeros(grad_RCK.shape[1], dtype=torch.float32, device=grad_RCK.device)
     for block in grad_RCK.split(max(1, _ENERGY_BLOCK_NUMEL // row_numel)):
         energy_C += block.float().square().sum(dim=other_dims)
     return energy_C
