@@ -23,7 +23,7 @@ def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 GROWTH: dict[str, tuple[Sequence[int], Sequence[int], Sequence[int], tuple[float, float]]] = {
     "resident bytes": ([x + MIB * (i // 5) for i, x in enumerate(FLAT)], [4], [4], (5.0, 2.0)),
-    "threads": (FLAT, [4] * 70 + [5] * 20, [4], (5.0, 2.0)),
+    "threads": (FLAT, [4] * 50 + [5] * 40, [4], (5.0, 2.0)),
     "file descriptors": (FLAT, [4], [4] * 30 + [5] * 60, (5.0, 2.0)),
     "held-out loss": (FLAT, [4], [4], (2.0, float("nan"))),
 }
