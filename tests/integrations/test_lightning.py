@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ import pytest
 import torch
 from tiny import LR, OVERLAPPED, SYNCHRONOUS, assert_close, assert_same_bits, copies
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from zenflow import ZenFlowAdamW
 
 lightning = pytest.importorskip("lightning")
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 
 from zenflow.integrations.lightning import ZenFlowLightningCallback  # noqa: E402
 
@@ -166,6 +170,47 @@ def test_streamed_gradients_have_the_same_bits(case: str, tmp_path: Path) -> Non
         trainer = make_trainer(tmp_path, ZenFlowLightningCallback(), **STREAMED_CASES[case])
         results.append(fit(Tiny(ZenFlowAdamW, config=OVERLAPPED | more), trainer))
     assert_same_bits(*results)
+
+
+class Endless(IterableDataset):
+    """Rows of which nobody knows the number before they end."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(44, 20, generator=torch.Generator().manual_seed(0)))
+
+
+class Fetching(Tiny):
+    """Takes its batches by itself, so that the trainer learns late which is the last."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+ENDS: dict[str, tuple[type[Tiny], DataLoader, dict[int, int]]] = {
+    "of no known length": (Tiny, DataLoader(Endless(), batch_size=4), {0: 4}),
+    "fetched by the module": (Fetching, make_loader(), {0: 5}),
+    "scheduled": (Tiny, make_loader(), {0: 4, 1: 3}),
+}
+
+
+@pytest.mark.covers("Lightning", "streaming capture", "several backward passes")
+@pytest.mark.parametrize("how", ENDS)
+def test_streamed_accumulation_ends_where_the_trainers_does(how: str, tmp_path: Path) -> None:
+    kind, loader, accumulation = ENDS[how]
+    results = []
+    for module in (
+        kind(ZenFlowAdamW, config=SYNCHRONOUS | STREAMED),
+        kind(torch.optim.AdamW),
+    ):
+        callbacks = [GradientAccumulationScheduler(accumulation), ZenFlowLightningCallback()]
+        trainer = make_trainer(tmp_path, *callbacks, max_epochs=2, limit_val_batches=0)
+        trainer.fit(module, loader)
+        if isinstance(trainer.optimizers[0], ZenFlowAdamW):
+            trainer.optimizers[0].close()
+        results.append((trainer.global_step, copies(module)))
+    (steps, weights), (expected_steps, expected) = results
+    assert steps == expected_steps
+    assert_close(weights, expected)
 
 
 REFUSED: dict[str, tuple[type[Tiny], bool, dict[str, Any]]] = {
