@@ -199,10 +199,19 @@ def table(
     return [*lines, ""]
 
 
-def hardware() -> str:
+def cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def versions() -> list[str]:
+    """Of the system, without the name of this machine or its build, and of what ran."""
+    return [
+        f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        f"Python {platform.python_version()}",
+        f"torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()})",
+    ]
 
 
 def main() -> None:
@@ -218,20 +227,16 @@ def main() -> None:
     load = os.getloadavg()[0]
     found = contenders(Model(options.numel))
     seconds = measure(found, options.threads, options.repeats)
-    versions = [
-        f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
-        f"Python {platform.python_version()}",
-        f"torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()})",
-    ]
+    software = versions()
     if HAS_DEEPSPEED:
-        versions.append(f"DeepSpeed {version('deepspeed')}")
+        software.append(f"DeepSpeed {version('deepspeed')}")
     report = [
         "# Host kernel",
         "",
         f"- Command: `python {' '.join(sys.argv)}`",
         f"- Date: {datetime.date.today()}",
-        f"- Hardware: {hardware()}, {cores} cores allowed",
-        f"- Versions: {', '.join(versions)}",
+        f"- Hardware: {cpu_name()}, {cores} cores allowed",
+        f"- Versions: {', '.join(software)}",
         f"- Load average before and after: {load:.2f}, {os.getloadavg()[0]:.2f}",
         f"- {options.numel:,} parameters, gradients and weights in bf16, state in fp32; sweeps in "
         f"segments of {SEGMENT_NUMEL:,}; medians of {options.repeats} interleaved repeats",

@@ -18,7 +18,7 @@ from torch import nn
 
 import zenflow
 from zenflow.kernels import reference
-from zenflow.runtime import workers
+from zenflow.runtime import pipeline, workers
 
 pytestmark = pytest.mark.usefixtures("one_thread", "torch_kernel")
 
@@ -219,9 +219,59 @@ def test_refused_memory_in_a_step_is_not_taken_for_a_whole_step(
     with pytest.raises(MemoryError):  # the second has a sweep of every segment
         [step(model, optimizer) for _ in range(2)]
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="restart from the last checkpoint"):
-        step(model, optimizer)
+    for use in (lambda: step(model, optimizer), optimizer.state_dict, optimizer.synchronize):
+        with pytest.raises(RuntimeError, match="restart from the last checkpoint"):
+            use()
     optimizer.close()
+
+
+@pytest.mark.covers("streaming capture")
+def test_refused_memory_while_a_gradient_is_taken_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = make_optimizer(stream_gradients=True)
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.Segment, "capture", refuse)
+        with pytest.raises(MemoryError):
+            model(torch.ones(2, 64)).sum().backward()
+    optimizer.zero_grad()
+    model(torch.ones(2, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match="restart from the last checkpoint"):
+        optimizer.step()
+    optimizer.close()
+
+
+def test_another_thread_may_save_and_evaluate_while_steps_go_on() -> None:
+    model, optimizer = make_optimizer()
+    expected_model, expected = make_optimizer()
+    errors: list[BaseException] = []
+    stop = threading.Event()
+
+    def save() -> None:
+        try:
+            while not stop.is_set():
+                saved = optimizer.state_dict()
+                assert len(saved["state"]) in (0, len(saved["param_groups"][0]["params"]))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    for seed in range(100):
+        step(model, optimizer, seed)
+    stop.set()
+    thread.join()
+    for seed in range(100):
+        step(expected_model, expected, seed)
+    assert not errors
+    optimizer.close()
+    expected.close()
+    for param, other in zip(model.parameters(), expected_model.parameters(), strict=True):
+        assert torch.equal(param, other)
 
 
 def test_an_exception_in_the_loop_between_backward_and_step_changes_nothing() -> None:

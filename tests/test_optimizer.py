@@ -351,6 +351,31 @@ def test_what_is_not_supported_is_refused_by_name(what: str) -> None:
         act(make_model())
 
 
+CHANGES: dict[str, Callable[[list[Any], nn.Parameter], Any]] = {
+    "added": lambda groups, new: groups[0]["params"].append(new),
+    "removed": lambda groups, _: groups[0]["params"].pop(),
+    "replaced": lambda groups, new: groups[0]["params"].__setitem__(0, new),
+    "a group added": lambda groups, new: groups.append(dict(groups[0], params=[new])),
+}
+
+
+@pytest.mark.covers("refused by name: what is not supported")
+@pytest.mark.parametrize("change", CHANGES)
+def test_lists_of_parameters_that_somebody_changes_are_refused(change: str) -> None:
+    """AdamW trains what it finds in them; a state beside the lists would never hear of it."""
+    model = nn.Linear(20, 30)
+    optimizer = zenflow.ZenFlowAdamW(model.named_parameters())
+    model(torch.ones(2, 20)).sum().backward()
+    optimizer.step()
+    before = [param.detach().clone() for param in model.parameters()]
+    CHANGES[change](optimizer.param_groups, nn.Parameter(torch.ones(4, 5)))
+    model(torch.ones(2, 20)).sum().backward()
+    with pytest.raises(ValueError, match=r"(\(4, 5\)|'bias').*add_param_group"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.close()
+
+
 @pytest.mark.covers("refused by name: what is not supported")
 @pytest.mark.parametrize("name", ["amsgrad", "maximize", "capturable", "differentiable", "fused"])
 def test_options_of_other_optimizers_are_refused(name: str) -> None:

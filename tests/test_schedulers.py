@@ -23,6 +23,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "overlapped": {"update_interval": 4, "select_interval": 3, "topk_ratio": 0.2},
     "all selected": {"topk_ratio": 1},
 }
+
+
+class OneOverStep(lr_scheduler.LRScheduler):
+    """A user's own."""
+
+    def get_lr(self) -> list[float]:
+        return [base / (1 + self.last_epoch) for base in self.base_lrs]
+
+
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: step / NUM_STEPS),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),
@@ -36,6 +45,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 7),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-4, 1e-2, step_size_up=5),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=NUM_STEPS + 1),
+    "of one's own": lambda o: OneOverStep(o),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=3),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.01, total_iters=9), lr_scheduler.StepLR(o, 5)], [9]
@@ -47,7 +57,14 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 
 def test_the_table_has_every_schedule_of_torch() -> None:
-    assert set(SCHEDULERS) == set(lr_scheduler.__all__) - {"LRScheduler"}
+    """Also those that torch does not list in ``__all__``, but for base classes and old names."""
+    kinds = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler)
+    }
+    assert set(SCHEDULERS) - {"of one's own"} == kinds - {"LRScheduler", "_LRScheduler"}
+    assert kinds >= set(lr_scheduler.__all__)
 
 
 def make_params() -> list[nn.Parameter]:
@@ -73,17 +90,22 @@ def assert_equal(params: list[nn.Parameter], reference: list[nn.Parameter]) -> N
 
 
 @pytest.mark.covers("learning rate schedules")
+@pytest.mark.parametrize("rate", ["number", "tensor"])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_schedule_as_with_adamw(name: str, config: str) -> None:
+def test_a_schedule_as_with_adamw(name: str, config: str, rate: str) -> None:
+    """A rate that is a tensor is written in place; a slot still carries its own step's."""
     params, reference = make_params(), make_params()
-    ours = zenflow.ZenFlowAdamW(make_groups(params), config=CONFIGS[config])
-    plain = torch.optim.AdamW(make_groups(reference))
+    groups, plain_groups = make_groups(params), make_groups(reference)
+    for group in (*groups, *plain_groups) if rate == "tensor" else ():
+        group["lr"] = torch.tensor(group["lr"])
+    ours = zenflow.ZenFlowAdamW(groups, config=CONFIGS[config])
+    plain = torch.optim.AdamW(plain_groups)
     pairs: list[tuple[list[nn.Parameter], Optimizer, Any]] = [
         (params, ours, SCHEDULERS[name](ours)),
         (reference, plain, SCHEDULERS[name](plain)),
     ]
-    rates = set()
+    rates, momenta = set(), set()
     for step in range(NUM_STEPS):
         for each, optimizer, schedule in pairs:
             for param, grad in zip(each, grads_of(step), strict=True):
@@ -94,10 +116,13 @@ def test_a_schedule_as_with_adamw(name: str, config: str) -> None:
                 schedule.step(1.0)
             else:
                 schedule.step()
-        rates.add(ours.param_groups[0]["lr"])
+        momenta.add(ours.param_groups[0]["betas"][0])
+        rates.add(float(ours.param_groups[0]["lr"]))
         for group, expected in zip(ours.param_groups, plain.param_groups, strict=True):
             assert (group["lr"], group["betas"]) == (expected["lr"], expected["betas"])
     assert len(rates) > 1
+    if name in ("CyclicLR", "OneCycleLR"):  # they cycle beta1, too
+        assert len(momenta) > 5
     ours.synchronize()
     assert_equal(params, reference)
     ours.close()

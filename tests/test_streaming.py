@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import os
+import pickle
+import signal
 import weakref
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow
+from zenflow.runtime.segment import Segment
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,6 +141,40 @@ def streaming_optimizer(model: nn.Module, **config: Any) -> zenflow.ZenFlowAdamW
     return zenflow.ZenFlowAdamW(model.named_parameters(), lr=1e-2, config=settings)
 
 
+@pytest.mark.covers("clipping", "streaming capture")
+@pytest.mark.parametrize("bound", [0.05, 0.5])
+def test_the_configs_bound_is_of_what_others_have_clipped(bound: float) -> None:
+    """Both may clip: a trainer that clips by default, and ``max_grad_norm``."""
+    results = []
+    for streaming in (False, True):
+        model = make_model()
+        config = {"update_interval": 2, "max_grad_norm": bound, "stream_gradients": streaming}
+        optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-2, config=config)
+        for step in range(NUM_STEPS):
+            backward(model, step)[0].backward()
+            assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+            optimizer.step()
+        optimizer.close()
+        results.append(list(model.parameters()))
+    for param, other in zip(*results, strict=True):
+        torch.testing.assert_close(param, other, rtol=0, atol=2e-6)
+
+
+@pytest.mark.covers("a gradient that is not finite", "streaming capture")
+@pytest.mark.parametrize("factor", [float("inf"), torch.tensor(float("nan"))])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_factor_that_is_not_finite_skips_the_step_whole(streaming: bool, factor: Any) -> None:
+    model = make_model()
+    optimizer = streaming_optimizer(model, stream_gradients=streaming)
+    before = copy.deepcopy(list(model.parameters()))
+    backward(model, 0)[0].backward()
+    model[3].weight.grad.mul_(factor)
+    optimizer.step()
+    assert optimizer.stats.skipped
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.close()
+
+
 USES = {
     "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
     "read": lambda model: model[0].weight.grad.sum().item(),
@@ -222,6 +260,118 @@ def test_the_optimizer_is_still_collected() -> None:
     assert gone() is None
     backward(model, 1)[0].backward()
     assert isinstance(model[0].weight.grad, Tensor)
+
+
+def num_hooks(model: nn.Module) -> int:
+    return sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
+
+
+@pytest.mark.covers("streaming capture")
+@pytest.mark.parametrize("end", ["closed", "collected"])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_nothing_of_it_is_left_on_the_model(end: str, stepped: bool) -> None:
+    """The next optimizer, of whichever kind, finds plain parameters."""
+    model = make_model()
+    for _ in range(3):
+        optimizer = streaming_optimizer(model)
+        backward(model, 0)[0].backward()
+        if stepped:
+            optimizer.step()
+        if end == "closed":
+            optimizer.close()
+        del optimizer
+        gc.collect()
+        assert num_hooks(model) == 0
+        assert all(param.grad is None for param in model.parameters())
+    plain = torch.optim.AdamW(model.parameters())
+    backward(model, 0)[0].backward()
+    plain.step()
+
+
+@pytest.mark.covers("several optimizers", "streaming capture")
+def test_the_optimizer_built_last_streams_and_the_other_is_told() -> None:
+    """As when a trainer trains again and still holds its first optimizer."""
+    model = make_model()
+    first = streaming_optimizer(model)
+    backward(model, 0)[0].backward()
+    second = streaming_optimizer(model)
+    assert num_hooks(model) == len(list(model.parameters()))
+    backward(model, 1)[0].backward()
+    with pytest.raises(RuntimeError, match="built later streams gradients of this one's param"):
+        first.step()
+    second.step()
+    assert (first.stats.step, second.stats.step) == (0, 1)
+    first.close()
+    backward(model, 2)[0].backward()
+    second.step()
+    assert second.stats.step == 2
+    second.close()
+
+
+@pytest.mark.covers("ends with its process", "streaming capture")
+def test_ctrl_c_waits_until_a_gradient_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught, zeroed and trained on, as in a notebook: like a run without that backward pass."""
+    capture, count = Segment.capture, 0
+
+    def interrupting(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count % 2 == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return capture(*arguments)
+
+    results = []
+    for interrupted in (False, True):
+        model = make_model()
+        optimizer = streaming_optimizer(model, topk_ratio=0.2)
+        for step in range(NUM_STEPS):
+            if interrupted and step in (0, 4):
+                monkeypatch.setattr(Segment, "capture", interrupting)
+                with pytest.raises(KeyboardInterrupt):
+                    backward(model, 50)[0].backward()
+                monkeypatch.undo()
+                optimizer.zero_grad()
+            backward(model, step)[0].backward()
+            optimizer.step()
+        optimizer.close()
+        results.append([list(model.parameters())])
+    assert_equal(*results)
+
+
+@pytest.mark.covers("streaming capture")
+def test_gradients_of_another_dtype_than_the_weights() -> None:
+    results = []
+    for streaming in (False, True):
+        model = make_model(torch.bfloat16)
+        optimizer = streaming_optimizer(model, stream_gradients=streaming)
+        for param in model.parameters():
+            param.grad_dtype = torch.float32
+        for step in range(NUM_STEPS):
+            backward(model, step)[0].backward()
+            assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+            optimizer.step()
+        optimizer.close()
+        results.append([list(model.parameters())])
+    assert_equal(*results)
+
+
+@pytest.mark.covers("pending steps")
+@pytest.mark.parametrize("how", ["copied", "pickled"])
+def test_a_copy_of_the_given_model_is_its_own(how: str) -> None:
+    model = make_model()
+    optimizer = zenflow.ZenFlowAdamW(model.parameters(), config={"update_interval": 4}, model=model)
+    for step in range(3):
+        backward(model, step)[0].backward()
+        optimizer.step()
+    lag = optimizer.stats.staleness_steps
+    other = copy.deepcopy(model) if how == "copied" else pickle.loads(pickle.dumps(model))
+    other.eval()
+    other(torch.zeros(1, 40))
+    other.state_dict()
+    assert optimizer.stats.staleness_steps == lag > 0
+    model.state_dict()
+    assert optimizer.stats.staleness_steps == 0
+    optimizer.close()
 
 
 @pytest.mark.covers("pending steps")

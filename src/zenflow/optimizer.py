@@ -1,6 +1,5 @@
 """The optimizer that a user holds."""
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from zenflow.config import ZenFlowConfig
 from zenflow.core.rules import SubStep
-from zenflow.runtime import device_ops, groups, interrupts, loading, saving
+from zenflow.runtime import device_ops, groups, loading, saving
 from zenflow.runtime.engine import Engine, Gradient
 from zenflow.runtime.gradients import take_gradient
 from zenflow.runtime.memory import check_host_memory
@@ -20,8 +19,6 @@ from zenflow.runtime.platform import Platform, choose_platform
 from zenflow.runtime.session import Session
 from zenflow.runtime.stats import StepStats
 from zenflow.runtime.streaming import GradientStream, TakenGradient
-
-_log = logging.getLogger("zenflow")
 
 
 def _add_entry(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -154,7 +151,6 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take every gradient and apply it now (selected, resident) or within the update interval.
 
@@ -178,9 +174,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     # A compiled training loop breaks its graph here, as torch's own optimizers make it do.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _take_step(self) -> None:
-        with interrupts.whole():
+        with self._session.alone():
             engine = self._running_engine()
             hypers = groups.hyperparameters(self.param_groups)
+            groups.check_same_parameters(hypers, self._names)
             if self._stream is not None:
                 self._settle_stream(engine, self._stream, hypers)
             engine.step(self._take_gradients(shared=engine.platform.link.shared), hypers)
@@ -203,7 +200,6 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """
         return nullcontext() if self._stream is None else self._stream.accumulate()
 
-    @torch.no_grad()
     def synchronize(self) -> None:
         """Apply and publish every gradient so far; call it before evaluating or saving weights.
 
@@ -226,13 +222,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self._session.managed = True
         self.synchronize()
 
-    @torch.no_grad()
     def close(self) -> None:
         """Synchronize and end the worker threads. Idempotent; also done on garbage collection and
         exit."""
         self._session.close()
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """All state, in the layout of ``torch.optim.AdamW`` with fp32 ``master`` weights beside.
 
@@ -240,23 +234,23 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         run continues bit for bit. Plain AdamW ignores it: call :meth:`synchronize` first if plain
         AdamW is to continue. Nothing is drained or changed by saving.
         """
-        with interrupts.whole():
+        with self._session.alone():
             engine = self._engine
             if engine is None:
                 return super().state_dict()
+            engine.pipeline.raise_if_failed()
             exported = saving.export(engine)
-        self.state.clear()
-        self.state.update(
-            (param, exported.states[param]) for param in self._names if param in exported.states
-        )
-        self._session.entry = exported.entry(self._all_params(), self._known_names)
-        try:
-            return super().state_dict()
-        finally:
-            self._session.entry = None
-            self._show_state()
+            self.state.clear()
+            self.state.update(
+                (param, exported.states[param]) for param in self._names if param in exported.states
+            )
+            self._session.entry = exported.entry(self._all_params(), self._known_names)
+            try:
+                return super().state_dict()
+            finally:
+                self._session.entry = None
+                self._show_state()
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state: this optimizer's own, or one of ``torch.optim.AdamW``.
 
@@ -266,6 +260,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: if it does not fit the parameters or the config; nothing is changed then.
         """
+        with self._session.alone():
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         state_dict = self._before_load(state_dict)
         params = self._all_params()
         self._find_model()
@@ -366,24 +364,29 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     def _absorb(self, param: Tensor) -> Tensor:
         """Take one gradient in the backward pass; returns its norm."""
-        engine = self._running_engine()
-        if param in engine.absorbed:  # and zeroed since, or autograd would have added to it
-            engine.forget(param)
-        name = self._names[param]
-        grad = take_gradient(param, name, engine.platform.link.shared)
-        norm = engine.platform.device.empty((), torch.float32)
-        engine.platform.device.run(device_ops.norm, grad, norm)
-        engine.absorb(Gradient(param, grad, name), engine.step_index + 1, norm)
-        return norm
+        with self._session.lock:
+            engine = self._running_engine()
+            if param in engine.absorbed:  # and zeroed since, or autograd would have added to it
+                engine.forget(param)
+            name = self._names[param]
+            grad = take_gradient(param, name, engine.platform.link.shared)
+            norm = engine.platform.device.empty((), torch.float32)
+            try:
+                engine.platform.device.run(device_ops.norm, grad, norm)
+                engine.absorb(Gradient(param, grad, name), engine.step_index + 1, norm)
+            except BaseException as error:  # a part of it has been taken
+                engine.pipeline.fail(error)
+                raise
+            return norm
 
     def _settle_stream(
         self, engine: Engine, stream: GradientStream, hypers: dict[Tensor, SubStep]
     ) -> None:
         """Drop what the user has dropped by zeroing gradients; scale what was clipped."""
+        stream.attach(self._all_params())
         for param in list(engine.absorbed):
             if isinstance(param.grad, TakenGradient):
                 hypers[param] = hypers[param]._replace(scale=param.grad.scale())
                 param.grad = None
             else:
                 engine.forget(param)
-        stream.attach(self._all_params())

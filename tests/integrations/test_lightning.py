@@ -2,6 +2,8 @@
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,17 @@ import pytest
 import torch
 from tiny import LR, OVERLAPPED, SYNCHRONOUS, assert_close, assert_same_bits, copies
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from zenflow import ZenFlowAdamW
 
 lightning = pytest.importorskip("lightning")
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 
 from zenflow.integrations.lightning import ZenFlowLightningCallback  # noqa: E402
 
@@ -26,6 +31,7 @@ pytestmark = [
 ]
 
 Optimizer = torch.optim.Optimizer
+STREAMED = {"stream_gradients": True}
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +138,137 @@ def test_it_trains_as_with_adamw(case: str, tmp_path: Path) -> None:
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
+STREAMED_CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipping by norm": {"gradient_clip_val": 0.05},
+    "accumulation": {"accumulate_grad_batches": 5, "gradient_clip_val": 0.05},
+    "accumulation with a rest": {
+        "accumulate_grad_batches": 3,
+        "limit_train_batches": 11,
+        "max_epochs": 2,
+    },
+    "evaluated while accumulating": {"accumulate_grad_batches": 3, "val_check_interval": 4},
+}
+
+
+@pytest.mark.covers("Lightning", "streaming capture", "several backward passes")
+@pytest.mark.parametrize("case", STREAMED_CASES)
+def test_streamed_it_trains_as_with_adamw(case: str, tmp_path: Path) -> None:
+    """The callback says which backward pass is a step's last."""
+    ours = Tiny(ZenFlowAdamW, config=SYNCHRONOUS | STREAMED)
+    trainer = make_trainer(tmp_path, ZenFlowLightningCallback(), **STREAMED_CASES[case])
+    plain = make_trainer(tmp_path, **STREAMED_CASES[case])
+    assert_close(fit(ours, trainer), fit(Tiny(torch.optim.AdamW), plain))
+    assert trainer.global_step == plain.global_step
+
+
+@pytest.mark.covers("Lightning", "streaming capture")
+@pytest.mark.parametrize("case", ["accumulation with a rest", "evaluated while accumulating"])
+def test_streamed_gradients_have_the_same_bits(case: str, tmp_path: Path) -> None:
+    results = []
+    for more in (STREAMED, {}):
+        trainer = make_trainer(tmp_path, ZenFlowLightningCallback(), **STREAMED_CASES[case])
+        results.append(fit(Tiny(ZenFlowAdamW, config=OVERLAPPED | more), trainer))
+    assert_same_bits(*results)
+
+
+class Endless(IterableDataset):
+    """Rows of which nobody knows the number before they end."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(44, 20, generator=torch.Generator().manual_seed(0)))
+
+
+class Fetching(Tiny):
+    """Takes its batches by itself, so that the trainer learns late which is the last."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+ENDS: dict[str, tuple[type[Tiny], DataLoader, dict[int, int]]] = {
+    "of no known length": (Tiny, DataLoader(Endless(), batch_size=4), {0: 4}),
+    "fetched by the module": (Fetching, make_loader(), {0: 5}),
+    "scheduled": (Tiny, make_loader(), {0: 4, 1: 3}),
+}
+
+
+@pytest.mark.covers("Lightning", "streaming capture", "several backward passes")
+@pytest.mark.parametrize("how", ENDS)
+def test_streamed_accumulation_ends_where_the_trainers_does(how: str, tmp_path: Path) -> None:
+    kind, loader, accumulation = ENDS[how]
+    results = []
+    for module in (
+        kind(ZenFlowAdamW, config=SYNCHRONOUS | STREAMED),
+        kind(torch.optim.AdamW),
+    ):
+        callbacks = [GradientAccumulationScheduler(accumulation), ZenFlowLightningCallback()]
+        trainer = make_trainer(tmp_path, *callbacks, max_epochs=2, limit_val_batches=0)
+        trainer.fit(module, loader)
+        if isinstance(trainer.optimizers[0], ZenFlowAdamW):
+            trainer.optimizers[0].close()
+        results.append((trainer.global_step, copies(module)))
+    (steps, weights), (expected_steps, expected) = results
+    assert steps == expected_steps
+    assert_close(weights, expected)
+
+
+REFUSED: dict[str, tuple[type[Tiny], bool, dict[str, Any]]] = {
+    "accumulation without the callback": (Tiny, False, {"accumulate_grad_batches": 2}),
+    "clipping by value": (Tiny, True, CASES["clipping by value"][1]),
+    "manual optimization": (Manual, True, {}),
+}
+
+
+@pytest.mark.covers("Lightning", "streaming capture")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_streaming_cannot_honour_names_the_remedy(case: str, tmp_path: Path) -> None:
+    kind, callback, more = REFUSED[case]
+    trainer = make_trainer(tmp_path, *[ZenFlowLightningCallback()] * callback, **more)
+    message = r"clip_grad_norm_.*optimizer\.accumulate.*ZenFlowLightningCallback"
+    with pytest.raises(RuntimeError, match=message):
+        fit(kind(ZenFlowAdamW, config=OVERLAPPED | STREAMED), trainer)
+
+
+@pytest.mark.covers("Lightning", "streaming capture")
+def test_manual_optimization_streams_when_it_says_what_it_accumulates(tmp_path: Path) -> None:
+    class Saying(Manual):
+        def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+            first = len(self.losses) % 2 == 1
+            with self.optimizers().accumulate() if first else nullcontext():
+                super().manual_backward(loss, *arguments, **options)
+
+    ours = Saying(ZenFlowAdamW, config=SYNCHRONOUS | STREAMED)
+    weights = fit(ours, make_trainer(tmp_path, ZenFlowLightningCallback()))
+    assert_close(weights, fit(Manual(torch.optim.AdamW), make_trainer(tmp_path)))
+
+
+@pytest.mark.covers("Lightning", "streaming capture")
+def test_a_backward_pass_that_fails_while_accumulating_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
+    class Failing(Tiny):
+        fail = True
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            kinds.append(type(self.net[0].weight.grad).__name__)
+
+        def training_step(self, x: Tensor, number: int) -> Tensor:
+            loss = super().training_step(x, number)
+            if self.fail:
+                loss.register_hook(lambda _: 1 / 0)
+            return loss
+
+    kinds: list[str] = []
+    module = Failing(ZenFlowAdamW, config=OVERLAPPED | STREAMED)
+    callback = ZenFlowLightningCallback()
+    with pytest.raises(ZeroDivisionError):
+        fit(module, make_trainer(tmp_path, callback, accumulate_grad_batches=2))
+    module.fail = False
+    fit(module, make_trainer(tmp_path, callback))
+    assert set(kinds) == {"TakenGradient"}
+
+
 @pytest.mark.covers("Lightning")
 def test_autocast_trains_as_with_adamw(tmp_path: Path) -> None:
     ours, plain = Tiny(ZenFlowAdamW, config=SYNCHRONOUS), Tiny(torch.optim.AdamW)
@@ -207,13 +344,23 @@ class FabricRun:
         self.loader = self.fabric.setup_dataloaders(make_loader())
 
     def train(
-        self, clip: dict[str, float] | None = None, every: int = 1, skip: int = 0, stop: int = 24
+        self,
+        clip: dict[str, float] | None = None,
+        every: int = 1,
+        skip: int = 0,
+        stop: int = 24,
+        *,
+        say: bool = False,
     ) -> None:
+        """With ``say``, the optimizer is told which backward passes accumulate."""
         for number, x in enumerate(self.loader):
             if not skip <= number < stop:
                 continue
             last = number % every == every - 1
-            with self.fabric.no_backward_sync(self.model, enabled=not last):
+            with (
+                self.fabric.no_backward_sync(self.model, enabled=not last),
+                self.optimizer.accumulate() if say and not last else nullcontext(),
+            ):
                 self.fabric.backward((self.model(x) - x).square().mean() / every)
             if last:
                 if clip is not None:
@@ -235,6 +382,26 @@ def test_fabric_trains_as_with_adamw(clip: dict[str, float] | None, every: int) 
     for run in runs:
         run.train(clip, every)
     assert_close(*[run.weights() for run in runs])
+
+
+@pytest.mark.covers("Fabric", "clipping", "streaming capture", "several backward passes")
+@pytest.mark.parametrize("clip", [None, {"max_norm": 0.05}])
+@pytest.mark.parametrize("every", [1, 3])
+def test_fabric_streams_as_adamw_trains(clip: dict[str, float] | None, every: int) -> None:
+    ours = FabricRun(ZenFlowAdamW, config=SYNCHRONOUS | STREAMED)
+    ours.train(clip, every, say=True)
+    plain = FabricRun(torch.optim.AdamW)
+    plain.train(clip, every)
+    assert_close(ours.weights(), plain.weights())
+
+
+@pytest.mark.covers("Fabric", "streaming capture")
+def test_fabrics_no_backward_sync_alone_is_refused_with_the_remedy() -> None:
+    """On one device it does nothing that could be noticed."""
+    run = FabricRun(ZenFlowAdamW, config=OVERLAPPED | STREAMED)
+    with pytest.raises(RuntimeError, match=r"with optimizer\.accumulate"):
+        run.train(every=2)
+    run.weights()
 
 
 @pytest.mark.covers("Fabric", "resume")

@@ -147,13 +147,14 @@ def evaluate(weights: dict[str, torch.Tensor], trainer: Trainer) -> float:
 
 
 @pytest.mark.covers("Hugging Face Trainer", "exported weights", "pending steps")
+@pytest.mark.parametrize("stream", [False, True], ids=["at step", "streamed"])
 @pytest.mark.parametrize("how", ["callback", "model given", "nothing but the optimizer"])
-def test_the_best_model_is_kept_and_loaded(how: str, tmp_path: Path) -> None:
+def test_the_best_model_is_kept_and_loaded(how: str, stream: bool, tmp_path: Path) -> None:
     """Weights are current when they are evaluated and saved: by the callback, or by hooks."""
     trainer = make_trainer(
         tmp_path,
         ZenFlowAdamW,
-        OVERLAPPED,
+        OVERLAPPED | {"stream_gradients": stream},
         how="optimizers",
         callback=how == "callback",
         give_model=how == "model given",
@@ -195,13 +196,33 @@ def test_streamed_gradients_have_the_same_bits(accumulation: int, tmp_path: Path
     assert_same_bits(train(streamed), train(make_trainer(tmp_path, ZenFlowAdamW, config, **more)))
 
 
-@pytest.mark.covers("Hugging Face Trainer")
-def test_the_trainers_own_clipping_is_honoured_when_streamed(tmp_path: Path) -> None:
+@pytest.mark.covers("Hugging Face Trainer", "clipping")
+@pytest.mark.parametrize("bound", [None, 0.03])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_trainers_own_clipping_is_honoured_when_streamed(
+    accumulation: int, bound: float | None, tmp_path: Path
+) -> None:
+    """Beside ``max_grad_norm`` of the config, too: that bounds what the trainer has clipped."""
     results = []
     for stream in (True, False):
-        config = OVERLAPPED | {"stream_gradients": stream}
-        results.append(train(make_trainer(tmp_path, ZenFlowAdamW, config, max_grad_norm=0.05)))
+        config = OVERLAPPED | {"stream_gradients": stream, "max_grad_norm": bound}
+        more = {"max_grad_norm": 0.05, "gradient_accumulation_steps": accumulation, "max_steps": 6}
+        results.append(train(make_trainer(tmp_path, ZenFlowAdamW, config, **more)))
     assert_close(*results, atol=2e-6)
+
+
+@pytest.mark.covers("Hugging Face Trainer")
+@pytest.mark.parametrize("stream", [False, True], ids=["at step", "streamed"])
+def test_a_trainer_may_train_again(stream: bool, tmp_path: Path) -> None:
+    """It then makes a new optimizer for the same parameters, and drops the old one."""
+    config = SYNCHRONOUS | {"stream_gradients": stream}
+    trainers = [
+        make_trainer(tmp_path, ZenFlowAdamW, config),
+        make_trainer(tmp_path, torch.optim.AdamW),
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert_close(*[train(trainer) for trainer in trainers])
 
 
 def test_a_frozen_part_stays(tmp_path: Path) -> None:

@@ -22,12 +22,14 @@ def tokenizer() -> Any:
     return train_tokenizer(["a few words for a tokenizer that is not used"])
 
 
-@pytest.mark.covers("TRL SFTTrainer")
+@pytest.mark.covers("TRL SFTTrainer", "streaming capture")
+@pytest.mark.parametrize("stream", [False, True], ids=["at step", "streamed"])
 @pytest.mark.parametrize("how", ["optimizer_cls_and_kwargs", "optimizers"])
-def test_it_trains_as_with_adamw(how: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_it_trains_as_with_adamw(how: str, stream: bool, tokenizer: Any, tmp_path: Path) -> None:
+    """With accumulation and clipping, each of both kinds of capture."""
     results = []
     for optimizer, options in (
-        (ZenFlowAdamW, {"lr": LR, "config": SYNCHRONOUS}),
+        (ZenFlowAdamW, {"lr": LR, "config": SYNCHRONOUS | {"stream_gradients": stream}}),
         (torch.optim.AdamW, {"lr": LR}),
     ):
         model = make_model()

@@ -319,6 +319,34 @@ def test_a_scaler_refuses_fp16_weights_as_with_adamw(scale_of: Callable[..., Any
     assert messages[0] == messages[1]
 
 
+# Evaluation
+
+
+@pytest.mark.covers("pending steps", "plain loops")
+@pytest.mark.parametrize("kernel", ["torch", None])
+@pytest.mark.parametrize("config", [SYNCHRONOUS, OVERLAPPED], ids=["synchronous", "overlapped"])
+def test_what_inference_mode_drains_trains_on(
+    config: dict[str, Any], kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors made in it must not be written outside of it; Lightning evaluates in it."""
+    if kernel is not None:
+        monkeypatch.setenv("ZENFLOW_KERNEL", kernel)
+
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        assert isinstance(optimizer, zenflow.ZenFlowAdamW)
+        for step in range(NUM_STEPS):
+            loss_of(model, step).backward()
+            optimizer.step()
+            if step % 3 == 0:
+                with torch.inference_mode():
+                    optimizer.synchronize()
+            if step == 5:
+                with torch.inference_mode():
+                    optimizer.load_state_dict(optimizer.state_dict())
+
+    check_shadow(make_model, loop, config, lr=LR)
+
+
 # What wraps the model
 
 
@@ -485,6 +513,11 @@ def scheduler_arguments(name: str, optimizer: Optimizer) -> dict[str, Any]:
         "reduce_lr_on_plateau": {"patience": 2, "factor": 0.5},
     }
     return {"scheduler_specific_kwargs": specific.get(name)}
+
+
+def test_the_schedules_are_all_of_transformers() -> None:
+    known = transformers.optimization.TYPE_TO_SCHEDULER_FUNCTION
+    assert {transformers.SchedulerType(kind) for kind in known} == set(transformers.SchedulerType)
 
 
 @pytest.mark.covers("schedules of transformers", "learning rate schedules")

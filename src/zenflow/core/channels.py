@@ -70,7 +70,7 @@ class ChannelMap:
 
     @classmethod
     def create(cls, num_channels: int, selected: Tensor, *, compact: bool) -> "ChannelMap":
-        hosted = torch.arange(num_channels)
+        hosted = torch.arange(num_channels, device="cpu")
         if compact:
             hosted = hosted[~torch.isin(hosted, selected)]
         return cls(num_channels, selected, hosted, compact)
@@ -81,14 +81,14 @@ class ChannelMap:
 
     def deferred_places(self) -> Tensor:
         """Positions in the host state of the deferred channels, in ascending channel order."""
-        places = torch.empty(self.num_channels, dtype=torch.int64)
-        places[self.hosted] = torch.arange(self.hosted.numel())
-        channels = torch.arange(self.num_channels)
+        places = torch.empty(self.num_channels, dtype=torch.int64, device="cpu")
+        places[self.hosted] = torch.arange(self.hosted.numel(), device="cpu")
+        channels = torch.arange(self.num_channels, device="cpu")
         return places[channels[~torch.isin(channels, self.selected)]]
 
     def is_selected(self, element_shape: torch.Size) -> Tensor:
         """Which of a row's elements are of selected channels, bool ``[C, *element_shape]``."""
-        selected = torch.zeros(self.num_channels, *element_shape, dtype=torch.bool)
+        selected = torch.zeros(self.num_channels, *element_shape, dtype=torch.bool, device="cpu")
         selected[self.selected] = True
         return selected
 
@@ -107,8 +107,8 @@ class ChannelMap:
         outgoing = self.selected[places]
         if not self.compact:
             return Handover(incoming, outgoing, places, incoming, outgoing)
-        position = torch.empty(self.num_channels, dtype=torch.int64)
-        position[self.hosted] = torch.arange(self.hosted.numel())
+        position = torch.empty(self.num_channels, dtype=torch.int64, device="cpu")
+        position[self.hosted] = torch.arange(self.hosted.numel(), device="cpu")
         freed = position[incoming]
         return Handover(incoming, outgoing, places, freed, freed)
 

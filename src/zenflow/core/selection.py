@@ -30,7 +30,7 @@ def channel_energy(grad_RCK: Tensor) -> Tensor:
     On a CPU the order of additions is fixed, so that every kernel gives the same bits.
     """
     rows = grad_RCK.flatten(1)
-    energy_CK = torch.zeros(rows.shape[1], device=rows.device)
+    energy_CK = torch.zeros(rows.shape[1], dtype=torch.float32, device=rows.device)
     for block in rows.split(energy_block_rows(rows.shape[1])):
         squares = block.float().square()
         energy_CK += _sum_pairs(squares) if squares.is_cpu else squares.sum(0)

@@ -34,6 +34,25 @@ def hyperparameters(groups: Iterable[Group]) -> dict[Tensor, SubStep]:
     return hypers
 
 
+def check_same_parameters(in_groups: Mapping[Tensor, SubStep], names: Mapping[Tensor, str]) -> None:
+    """Refuse groups whose lists of parameters somebody has changed.
+
+    Args:
+        names: of the parameters that the optimizer knows.
+
+    Raises:
+        ValueError: naming what was added and removed.
+    """
+    if in_groups.keys() == names.keys():
+        return
+    added = [tuple(param.shape) for param in in_groups if param not in names]
+    removed = [name for param, name in names.items() if param not in in_groups]
+    raise ValueError(
+        f"param_groups were changed: parameters of shapes {added} were added and {removed} "
+        "removed; add parameters by add_param_group(), or build a new optimizer"
+    )
+
+
 def given_names(groups: Sequence[Group]) -> dict[Tensor, str]:
     """What the user calls the parameters of groups made from ``named_parameters()``."""
     return {

@@ -1,7 +1,10 @@
 """What changes in an optimizer's life."""
 
 import logging
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,11 +45,19 @@ class Session:
         self._warned_of_lag = False
         self.entry: dict[str, Any] | None = None
         self.closed = False
+        self.lock = threading.RLock()
         self._engine: Engine | None = None
         self._loaded: loading.Loaded | None = None
         self._before_any_step: RemovableHandle | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         weakref.finalize(self, self.hooks.detach).atexit = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """One thread at a time, whatever the caller's autograd mode, and not stopped in the middle by
+        Ctrl-C."""
+        with torch.inference_mode(False), torch.no_grad(), interrupts.whole(), self.lock:
+            yield
 
     @property
     def engine(self) -> Engine | None:
@@ -95,22 +106,20 @@ class Session:
         if loaded is None:
             return
         assert self._engine is not None
-        self._drop_loaded()
-        try:
-            loading.restore(self._engine, loaded)
-        except BaseException as error:
-            self._engine.pipeline.fail(error)
-            raise
+        with self.alone():
+            self._drop_loaded()
+            try:
+                loading.restore(self._engine, loaded)
+            except BaseException as error:
+                self._engine.pipeline.fail(error)
+                raise
 
     def synchronize(self) -> None:
         """Apply and publish every gradient so far, if there is an engine that still can."""
-        if self.closed:
-            return
-        with interrupts.whole():
-            if self.engine is not None:
+        with self.alone():
+            if self.engine is not None and not self.closed:
                 self.engine.synchronize()
 
-    @torch.no_grad()
     def before_read(self, *, asked: bool) -> None:
         """Called by the hooks on a model that is about to be saved or evaluated.
 
@@ -135,7 +144,7 @@ class Session:
 
     def close(self) -> None:
         """Apply what is pending and end the workers."""
-        with interrupts.whole():
+        with self.alone():
             self.settle()
             self.closed = True
             self.hooks.detach()
