@@ -73,6 +73,24 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(NATIVE)
 	  --constraint constraints.txt --editable '.[finetune,dev]'
 	@touch $@
 
+# Reports go to RESULTS. DEEPSPEED_PYTHON, such as .venv-deepspeed/bin/python, puts DeepSpeed beside
+# ours; BENCH_ARGS are more flags for the one benchmark.
+RESULTS ?= benchmarks/results/
+DEEPSPEED_PYTHON ?=
+BENCH_ARGS ?=
+BENCH = $(BIN)/zenflow bench $(1) --output $(RESULTS) \
+  $(if $(DEEPSPEED_PYTHON),--deepspeed-python $(DEEPSPEED_PYTHON)) $(BENCH_ARGS)
+
+# One after the other, whatever -j says: they would measure each other.
+bench: $(INSTALLED)
+	$(call BENCH,kernel)
+	$(call BENCH,overlap)
+	$(call BENCH,train)
+	$(call BENCH,memory)
+
+bench-kernel bench-overlap bench-train bench-memory: $(INSTALLED)
+	$(call BENCH,$(@:bench-%=%))
+
 # An interpreter of its own, because DeepSpeed runs in it on the CPU only.
 DEEPSPEED_BIN := .venv-deepspeed/bin
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from zenflow.cli.bench import kernel, overlap
+from zenflow.cli.bench import kernel, memory, overlap, train
 from zenflow.cli.bench.report import add_output
 
 NAME = "bench"
@@ -12,7 +12,7 @@ Measure this machine. Each benchmark puts its contenders side by side in one run
 report; with --output it also writes the report, and its figures as JSON, to files.
 """
 
-_BENCHMARKS = (kernel, overlap)
+_BENCHMARKS = (kernel, overlap, train, memory)
 """Each has NAME, SUMMARY, DESCRIPTION, add_arguments(parser) and run(arguments) -> Report."""
 
 

@@ -181,16 +181,18 @@ def _contenders(arguments: argparse.Namespace) -> list[Contender]:
 
 def measure(
     plan: Plan, numel: int, workload: dict[str, Any], options: dict[str, Any]
-) -> tuple[list[Cell], float]:
+) -> tuple[list[Cell], float | None]:
     """Every contender at every compute time, in turns.
 
     Returns:
-        The timings, and our synchronous mode's own time for a step in seconds.
+        The timings, and our synchronous mode's own time for a step in seconds, if compute times
+        are to follow from it.
     """
-    host_s = _synchronous_s(numel, workload, options)
+    host_s = None
     if plan.compute_ms is not None:
         times_s = [ms / 1e3 for ms in plan.compute_ms]
     else:
+        host_s = _synchronous_s(numel, workload, options)
         times_s = [fraction * host_s for fraction in plan.fractions]
     turns = Turns(plan.contenders, numel, workload, **options)
     cells = {(c.name, time_s): Cell(c, time_s) for time_s in times_s for c in plan.contenders}

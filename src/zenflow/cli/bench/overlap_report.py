@@ -77,18 +77,16 @@ class Cell:
         }
 
 
-def add_model(report: Report, numel: int, host_s: float, cells: list[Cell]) -> None:
+def add_model(report: Report, numel: int, host_s: float | None, cells: list[Cell]) -> None:
     """Add one model's tables, targets and plot."""
     millions = f"{numel / 1e6:.0f} M"
     report.figures["models"].append(
         {"numel": numel, "synchronous_s": host_s, "cells": [cell.to_dict() for cell in cells]}
     )
-    report.body += [
-        f"## {millions} parameters",
-        "",
-        f"Our synchronous mode alone takes {host_s * 1e3:.1f} ms for a step of no compute.",
-        "",
-    ]
+    report.body += [f"## {millions} parameters", ""]
+    if host_s is not None:
+        alone = f"Our synchronous mode alone takes {host_s * 1e3:.1f} ms for a step of no compute."
+        report.body += [alone, ""]
     times = list(dict.fromkeys(cell.compute_s for cell in cells))
     for time_s in times:
         at_time = [cell for cell in cells if cell.compute_s == time_s]
@@ -111,7 +109,7 @@ def add_model(report: Report, numel: int, host_s: float, cells: list[Cell]) -> N
     )
 
 
-def _table(cells: Sequence[Cell], host_s: float) -> list[str]:
+def _table(cells: Sequence[Cell], host_s: float | None) -> list[str]:
     compute_s = cells[0].compute_s
     zero = next((cell for cell in cells if cell.contender.name == ZERO_OFFLOAD), None)
     columns = ["ms", "mean", "median", "p95", "p99/median", "beyond", "stall share"]
