@@ -6,6 +6,7 @@ from typing import Any
 
 from zenflow.cli.errors import UsageError
 
+NO_UPDATE = "no update: the benchmark itself"
 NO_OFFLOAD = "torch AdamW fused, no offload"
 SYNCHRONOUS = "zenflow synchronous"
 ZERO_OFFLOAD = "DeepSpeed ZeRO-Offload"
@@ -19,7 +20,7 @@ class Contender:
 
     Attributes:
         name: what tables call it.
-        engine: "torch", "zenflow" or "deepspeed".
+        engine: "none", "torch", "zenflow" or "deepspeed".
         threads: for computing and updating; None: all allowed cores.
         settings: for ZenFlowConfig, or DeepSpeed's ``zero_optimization.zenflow``.
         warm_up: steps before timing begins, at each change of the workload.
@@ -42,6 +43,11 @@ class Contender:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return asdict(self)
+
+
+def no_update() -> Contender:
+    """Gradients are dropped: what the benchmark costs, and so the least that can be told apart."""
+    return Contender(name=NO_UPDATE, engine="none", bytes_per_parameter=4)
 
 
 def no_offload() -> Contender:

@@ -32,12 +32,22 @@ class Engine(Protocol):
         ...
 
 
-class PlainEngine:
-    """A plain loop around a ``torch.optim`` optimizer.
+class NoUpdate:
+    """Forward and backward; the gradients are dropped."""
 
-    Attributes:
-        figures: of each step, from this library's statistics; empty for others.
-    """
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def step(self, inputs: Sequence[Tensor]) -> None:
+        self._model(*inputs).backward()
+        self._model.zero_grad()
+
+    def close(self) -> None:
+        return None
+
+
+class PlainEngine:
+    """A plain loop around a ``torch.optim`` optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
@@ -115,6 +125,8 @@ def make_engine(
     model: nn.Module, engine: str, settings: dict[str, Any], link_bytes_per_s: float | None
 ) -> Engine:
     """The engine that a contender names."""
+    if engine == "none":
+        return NoUpdate(model)
     if engine == "torch":
         optimizer = torch.optim.AdamW(
             model.parameters(), LR, BETAS, EPS, weight_decay=WEIGHT_DECAY, fused=True

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zenflow.cli.bench.contenders import ZERO_OFFLOAD, Contender
+from zenflow.cli.bench.contenders import NO_OFFLOAD, SYNCHRONOUS, ZERO_OFFLOAD, Contender
 from zenflow.cli.bench.plot import Line, plot
 from zenflow.cli.bench.report import Report, allowed_cores, table
 from zenflow.cli.bench.summary import Spread
@@ -15,6 +15,8 @@ _HIDDEN = 0.85
 _STALL_SHARE = 0.02
 _TAIL = 1.15
 _BOUND_SHARE = 0.95
+_SYNCHRONOUS_SHARE = 1 / 3
+"""Of what ZeRO-Offload costs, our synchronous mode at most."""
 
 
 @dataclass
@@ -92,6 +94,7 @@ def add_model(report: Report, numel: int, host_s: float | None, cells: list[Cell
         at_time = [cell for cell in cells if cell.compute_s == time_s]
         report.body += _table(at_time, host_s)
     report.body += _targets(cells)
+    report.body += _beside_others(cells)
     names = list(dict.fromkeys(cell.contender.name for cell in cells))
     lines = [
         Line(
@@ -170,6 +173,35 @@ def _targets(cells: Sequence[Cell]) -> list[str]:
     columns += [f"speed-up >= {_BOUND_SHARE:.0%} of the bound"]
     heading = f"### Targets, where the host's time is below {_HIDDEN} of compute"
     return [heading, "", *table(columns, rows)]
+
+
+def _beside_others(cells: Sequence[Cell]) -> list[str]:
+    """What was wanted of ours beside others at the same compute time, and what was found."""
+    names = {cell.contender.name for cell in cells}
+    pairs = [("zenflow S=4", NO_OFFLOAD)]
+    pairs += [
+        (f"zenflow S={interval}", f"DeepSpeed ZenFlow S={interval}, overlapped")
+        for interval in (1, 2, 4)
+    ]
+    rows = []
+    for compute_s in dict.fromkeys(cell.compute_s for cell in cells):
+        found = {c.contender.name: c for c in cells if c.compute_s == compute_s}
+        ms = f"{compute_s * 1e3:.1f}"
+        for name, other in pairs:
+            if {name, other} <= names:
+                share = found[name].spread.mean / found[other].spread.mean
+                rows.append([f"{name}: step / {other}", ms, *_judged(share, 1.0)])
+        if {SYNCHRONOUS, ZERO_OFFLOAD} <= names:
+            share = found[SYNCHRONOUS].beyond_s / found[ZERO_OFFLOAD].beyond_s
+            name = f"{SYNCHRONOUS}: beyond / {ZERO_OFFLOAD}"
+            rows.append([name, ms, *_judged(share, _SYNCHRONOUS_SHARE)])
+    if not rows:
+        return []
+    return ["### Beside others", "", *table(["", "compute, ms", "share", "wanted", ""], rows)]
+
+
+def _judged(share: float, wanted: float) -> list[str]:
+    return [f"{share:.2f}", f"<= {wanted:.2f}", "met" if share <= wanted else "missed"]
 
 
 def _beside(cells: Sequence[Cell], cell: Cell, name: str) -> Cell | None:
