@@ -13,7 +13,8 @@ INSTALLED := .venv/.installed
 NATIVE := $(wildcard src/zenflow/kernels/native/*.cpp src/zenflow/kernels/native/*.h \
   src/zenflow/kernels/native/build.py)
 
-.PHONY: help demo test fuzz soak check format-check lint types layers format hooks clean
+.PHONY: help demo test fuzz soak check format-check lint types layers format hooks clean \
+  bench bench-kernel bench-overlap bench-train bench-memory deepspeed
 
 help:
 	@echo "make demo    fine-tune a small language model, offline, in a few minutes"
@@ -23,6 +24,9 @@ help:
 	@echo "make soak    long runs that fail if memory, threads or file descriptors grow; some minutes"
 	@echo "make format  format the code and fix what can be fixed"
 	@echo "make hooks   run the quick checks before each commit"
+	@echo "make bench   every report of benchmarks/results; bench-kernel, bench-overlap, bench-train,"
+	@echo "             bench-memory make one. DEEPSPEED_PYTHON=PATH puts DeepSpeed beside ours"
+	@echo "make deepspeed  such an interpreter, .venv-deepspeed/bin/python"
 	@echo "make clean   remove .venv, caches and builds; trained models stay"
 
 demo: $(INSTALLED)
@@ -73,7 +77,39 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(NATIVE)
 	  --constraint constraints.txt --editable '.[finetune,dev]'
 	@touch $@
 
+# Reports go to RESULTS. DEEPSPEED_PYTHON, such as .venv-deepspeed/bin/python, puts DeepSpeed beside
+# ours; BENCH_ARGS are more flags for the one benchmark.
+RESULTS ?= benchmarks/results/
+DEEPSPEED_PYTHON ?=
+BENCH_ARGS ?=
+BENCH = $(BIN)/zenflow bench $(1) --output $(RESULTS) \
+  $(if $(DEEPSPEED_PYTHON),--deepspeed-python $(DEEPSPEED_PYTHON)) $(BENCH_ARGS)
+
+# One after the other, whatever -j says: they would measure each other.
+bench: $(INSTALLED)
+	$(call BENCH,kernel)
+	$(call BENCH,overlap)
+	$(call BENCH,train)
+	$(call BENCH,memory)
+
+bench-kernel bench-overlap bench-train bench-memory: $(INSTALLED)
+	$(call BENCH,$(@:bench-%=%))
+
+# An interpreter of its own, because DeepSpeed runs in it on the CPU only.
+DEEPSPEED_BIN := .venv-deepspeed/bin
+
+deepspeed: .venv-deepspeed/.installed
+
+.venv-deepspeed/.installed: constraints.txt
+	$(PYTHON) -m venv --clear .venv-deepspeed
+	$(DEEPSPEED_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	  --constraint constraints.txt torch numpy ninja psutil packaging setuptools wheel transformers
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED_BIN)/python -m pip install --quiet \
+	  --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --no-build-isolation \
+	  deepspeed==0.19.6
+	@touch $@
+
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-deepspeed .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	rm -rf src/*.egg-info src/zenflow/kernels/native/*.so
 	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import zenflow
+from zenflow.cli.bench import command as bench
+from zenflow.cli.doctor import command as doctor
 from zenflow.cli.errors import CliError, Interrupted, one_line
 from zenflow.cli.finetune import command as finetune
 
-_COMMANDS = (finetune,)
+_COMMANDS = (finetune, bench, doctor)
 """Each has NAME, SUMMARY, add_arguments(parser) and run(arguments) -> exit code."""
 
 
@@ -55,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         128 + the signal's number if the run was asked to stop (130 for Ctrl-C).
     """
     arguments = build_parser().parse_args(argv)
+    arguments.command_line = list(sys.argv[1:] if argv is None else argv)
     try:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:

@@ -4,9 +4,8 @@ Every default is None here, so that a resumed run can tell what was given; ``set
 """
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
+from zenflow.cli.converters import integer, number
 from zenflow.cli.finetune.settings import (
     BUILT_IN,
     BUILT_IN_STEPS,
@@ -272,40 +271,3 @@ def _add_zenflow(group: argparse._ArgumentGroup) -> None:
 
 def _defaults(key: str) -> str:
     return f"Default {GIVEN_MODEL[key]:g}, or {BUILT_IN[key]:g} for the built-in model"
-
-
-def integer(low: int, *, auto: bool = False) -> Callable[[str], Any]:
-    """A converter for argparse: an integer of at least `low`, or "auto" where that is legal."""
-    legal = f"an integer >= {low}" + (' or "auto"' if auto else "")
-
-    def convert(text: str) -> int | str:
-        if auto and text == "auto":
-            return text
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {legal}")
-        return value
-
-    return convert
-
-
-def number(low: float, high: float, *, ends: bool = True) -> Callable[[str], float]:
-    """A converter for argparse: a finite number from `low` to `high`, the ends included or not."""
-    legal = f"a number {'>=' if ends else '>'} {low:g}"
-    if high != float("inf"):
-        legal += f" and {'<=' if ends else '<'} {high:g}"
-
-    def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        inside = low <= value <= high if ends else low < value < high
-        if not inside or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {legal}")
-        return value
-
-    return convert
