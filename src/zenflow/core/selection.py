@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-_ENERGY_BLOCK_NUMEL = 1 << 22
+ENERGY_BLOCK_NUMEL = 1 << 22
 AUTO_INTERVAL_MIN = 4
 AUTO_INTERVAL_MAX = 64
 _AUTO_STABLE = 0.1
@@ -26,7 +26,7 @@ def channel_energy(grad_RCK: Tensor) -> Tensor:
     other_dims = [0] if grad_RCK.dim() == 2 else [0, 2]
     row_numel = max(1, grad_RCK[0].numel())
     energy_C = torch.zeros(grad_RCK.shape[1], device=grad_RCK.device)
-    for block in grad_RCK.split(max(1, _ENERGY_BLOCK_NUMEL // row_numel)):
+    for block in grad_RCK.split(max(1, ENERGY_BLOCK_NUMEL // row_numel)):
         energy_C += block.float().square().sum(dim=other_dims)
     return energy_C
 
