@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.10 or later)
 #   PIP_ARGS="..."      more arguments for pip, such as an index with CPU-only torch wheels
 #   PYTEST_ARGS="..."   more arguments for pytest
+#   GPU_CHECK_ARGS="..." arguments of benchmarks/gpu_check.py
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -13,13 +14,14 @@ INSTALLED := .venv/.installed
 NATIVE := $(wildcard src/zenflow/kernels/native/*.cpp src/zenflow/kernels/native/*.h \
   src/zenflow/kernels/native/build.py)
 
-.PHONY: help demo test fuzz check format-check lint types layers format hooks clean
+.PHONY: help demo test fuzz gpu-check check format-check lint types layers format hooks clean
 
 help:
 	@echo "make demo    fine-tune a small language model, offline, in a few minutes"
 	@echo "make test    run the tests"
 	@echo "make check   what CI runs: format-check, lint, types, layers, test"
 	@echo "make fuzz    random sequences of calls against the oracle, for SECONDS=60"
+	@echo "make gpu-check  correctness, races, speed and memory on a GPU (no .venv: PYTHON needs torch)"
 	@echo "make format  format the code and fix what can be fixed"
 	@echo "make hooks   run the quick checks before each commit"
 	@echo "make clean   remove .venv, caches and builds; trained models stay"
@@ -34,6 +36,10 @@ SECONDS ?= 60
 
 fuzz: $(INSTALLED)
 	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS)
+
+# Without .venv: an interpreter with torch for the GPU that is there is enough.
+gpu-check:
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
 
 check: format-check lint types layers test
 
