@@ -3,6 +3,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.10 or later)
 #   PIP_ARGS="..."      more arguments for pip, such as an index with CPU-only torch wheels
 #   PYTEST_ARGS="..."   more arguments for pytest
+#   GPU_CHECK_ARGS="..." arguments of benchmarks/gpu_check.py
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -13,7 +14,7 @@ INSTALLED := .venv/.installed
 NATIVE := $(wildcard src/zenflow/kernels/native/*.cpp src/zenflow/kernels/native/*.h \
   src/zenflow/kernels/native/build.py)
 
-.PHONY: help demo test fuzz soak check format-check lint types layers format hooks clean \
+.PHONY: help demo test fuzz soak gpu-check check format-check lint types layers format hooks clean \
   bench bench-kernel bench-overlap bench-train bench-memory deepspeed
 
 help:
@@ -22,6 +23,7 @@ help:
 	@echo "make check   what CI runs: format-check, lint, types, layers, test"
 	@echo "make fuzz    random sequences of calls against the oracle, for SECONDS=60"
 	@echo "make soak    long runs that fail if memory, threads or file descriptors grow; some minutes"
+	@echo "make gpu-check  correctness, races, speed and memory on a GPU (no .venv: PYTHON needs torch)"
 	@echo "make format  format the code and fix what can be fixed"
 	@echo "make hooks   run the quick checks before each commit"
 	@echo "make bench   every report of benchmarks/results; bench-kernel, bench-overlap, bench-train,"
@@ -42,6 +44,10 @@ fuzz: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python benchmarks/soak.py
+
+# Without .venv: an interpreter with torch for the GPU that is there is enough.
+gpu-check:
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
 
 check: format-check lint types layers test
 

@@ -53,6 +53,6 @@ def test_energy_does_not_depend_on_the_size_of_blocks(
     shape: tuple[int, ...], block_numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(selection, "_ENERGY_BLOCK_NUMEL", block_numel)
+    monkeypatch.setattr(selection, "ENERGY_BLOCK_NUMEL", block_numel)
     expected = grad.double().square().transpose(0, 1).reshape(shape[1], -1).sum(1)
     torch.testing.assert_close(selection.channel_energy(grad).double(), expected, rtol=1e-6, atol=0)

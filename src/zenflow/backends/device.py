@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zenflow.backends.streams import Streams, streams_of
 from zenflow.backends.ticket import FINISHED, Ticket
 
 
@@ -51,22 +52,27 @@ class CpuDevice:
 
 
 class AcceleratorDevice:
-    """A CUDA-like device, through its current stream.
+    """A CUDA-like device, through the calling thread's current stream.
 
     Args:
         device: an accelerator device with an index, the weights' own.
+        streams: its streams; to be found if not given.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self._device = device
+        self._streams = streams or streams_of(device)
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
         function(*args)
 
     def mark(self) -> Ticket:
-        event = torch.Event(self._device)
-        event.record(torch.accelerator.current_stream(self._device))
-        return EventTicket(event)
+        """See :meth:`Device.mark`.
+
+        Raises:
+            RuntimeError: if the stream is being captured into a graph.
+        """
+        return EventTicket(self._streams.record(self._streams.current()))
 
     def read(self, tensor: Tensor) -> Tensor:
         return tensor.cpu()

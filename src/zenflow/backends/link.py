@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zenflow.backends.device import EventTicket
+from zenflow.backends.streams import Streams, streams_of
 from zenflow.backends.ticket import FINISHED, Ticket, Transfer
 
 
@@ -46,31 +47,56 @@ class SharedLink:
 class StreamLink:
     """One side stream for each direction of an accelerator's link, created once.
 
-    Memory that a copy uses was allocated on the compute stream. The transfer keeps both ends alive
-    until the copy is done, and the copy waits for ``after`` before it touches either.
+    A copy's device memory was allocated on the compute stream. The copy waits for ``after`` before it
+    touches that memory, and its transfer keeps it until the copy is done.
+
+    Args:
+        device: an accelerator device with an index.
+        streams: its streams; to be found if not given.
     """
 
     shared = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._to_host = torch.Stream(device)
-        self._to_device = torch.Stream(device)
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        self._streams = streams or streams_of(device)
+        self._to_host = self._streams.create()
+        self._to_device = self._streams.create()
 
     def to_host(self, source: Tensor, target: Tensor | None, after: Ticket) -> Transfer:
-        return _copy(self._to_host, source, target, after)
+        return self._copy(self._to_host, source, target, after)
 
     def to_device(self, source: Tensor, target: Tensor | None, after: Ticket) -> Transfer:
-        return _copy(self._to_device, source, target, after)
+        return self._copy(self._to_device, source, target, after)
+
+    def _copy(
+        self, stream: torch.Stream, source: Tensor, target: Tensor | None, after: Ticket
+    ) -> Transfer:
+        assert target is not None, "a link between two memories needs a target"
+        if isinstance(after, EventTicket):
+            after.event.wait(stream)
+        else:
+            after.wait()
+        with self._streams.use(stream):
+            target.copy_(source, non_blocking=True)
+        ticket = EventTicket(self._streams.record(stream))
+        return StreamTransfer(target, source, ticket).on(stream)
 
 
-def _copy(stream: torch.Stream, source: Tensor, target: Tensor | None, after: Ticket) -> Transfer:
-    assert target is not None, "a link between two memories needs a target"
-    if isinstance(after, EventTicket):
-        stream.wait_event(after.event)
-    else:
-        after.wait()
-    with stream:
-        target.copy_(source, non_blocking=True)
-    event = torch.Event(stream.device)
-    event.record(stream)
-    return Transfer(target, source, EventTicket(event))
+class StreamTransfer(Transfer):
+    """A copy on a side stream. Dropped before it is done, it leaves its memory in order.
+
+    A transfer is dropped early only where its data is of no use any more: a skipped step, an
+    optimizer that is closed without draining or that failed. Its device memory then goes back to the
+    compute stream's allocator, which would hand it out while the copy still reads or writes it.
+    """
+
+    def on(self, stream: torch.Stream) -> "StreamTransfer":
+        """Say which stream copies."""
+        self._stream = stream
+        return self
+
+    def __del__(self) -> None:
+        if not self.ticket.done():
+            for tensor in (self.tensor, self.source):
+                if not tensor.is_cpu:
+                    tensor.record_stream(self._stream)

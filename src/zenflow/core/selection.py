@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-_ENERGY_BLOCK_NUMEL = 1 << 22
+ENERGY_BLOCK_NUMEL = 1 << 22
 AUTO_INTERVAL_MIN = 4
 AUTO_INTERVAL_MAX = 64
 _AUTO_STABLE = 0.1
@@ -20,7 +20,7 @@ def num_selected(num_channels: int, topk_ratio: float) -> int:
 def energy_block_rows(row_numel: int) -> int:
     """Rows that :func:`channel_energy` sums at a time: a power of two, so that the fp32 temporary
     stays small against a large weight."""
-    return 1 << max(0, (_ENERGY_BLOCK_NUMEL // max(1, row_numel)).bit_length() - 1)
+    return 1 << max(0, (ENERGY_BLOCK_NUMEL // max(1, row_numel)).bit_length() - 1)
 
 
 def channel_energy(grad_RCK: Tensor) -> Tensor:
