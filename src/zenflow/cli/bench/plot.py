@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-_WIDTH, _HEIGHT = 860, 520
+_WIDTH, _HEIGHT = 930, 520
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 610, 60, 460
 _INK, _MUTED, _GRID = "#1f2a37", "#5b6773", "#e3e8ed"
 _COLOURS = (
