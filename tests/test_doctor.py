@@ -26,6 +26,7 @@ MACHINE = Machine(
     physical_cores=8,
     numa_nodes=1,
     cpu_quota=None,
+    worker_cores=8,
     available_bytes=64 * GIB,
     memory_limit="MemAvailable of the machine",
 )
@@ -118,7 +119,7 @@ def topology(packages_and_cores: list[tuple[int, int]]) -> dict[str, str]:
 
 
 ROOTS = {
-    "nothing is there": ({}, {"physical_cores": None, "numa_nodes": None, "cpu_quota": None}),
+    "nothing is there": ({}, {"threads_per_core": 1.0, "numa_nodes": None, "cpu_quota": None}),
     "SMT": (
         topology([(0, 0), (0, 1), (0, 0), (0, 1)]),
         {"physical_cores": 2, "threads_per_core": 2.0, "allowed_cores": 4},
@@ -244,7 +245,7 @@ def test_the_report_names_no_host_and_no_user(capsys, few_measurements):
 
 
 def test_one_core(monkeypatch):
-    found = read_software(allowed_cores=1)
+    found = read_software(cores=1)
     assert (found.overlap_threads, found.synchronous_threads) == (1, 1)
 
 

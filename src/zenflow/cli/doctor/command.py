@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Examine this machine; the exit code is 0."""
     machine = read_machine()
-    software = read_software(machine.allowed_cores)
+    software = read_software(machine.worker_cores)
     speeds, refused = _measure(machine, software)
     found = problems(machine, software, speeds, refused)
     if arguments.json:
@@ -113,9 +113,8 @@ def _software_facts(software: Software) -> dict[str, str]:
 
 def _machine_facts(machine: Machine) -> dict[str, str]:
     cores = f"{machine.allowed_cores} allowed of {machine.online_cores}"
-    if machine.physical_cores and machine.threads_per_core:
-        shared = "" if machine.threads_per_core > 1 else "no "
-        cores += f", {machine.physical_cores} physical ({shared}SMT)"
+    shared = "" if machine.threads_per_core > 1 else "no "
+    cores += f", {machine.physical_cores} physical ({shared}SMT)"
     if machine.numa_nodes:
         cores += f", {machine.numa_nodes} memory node{'s' if machine.numa_nodes > 1 else ''}"
     quota = "none" if machine.cpu_quota is None else f"{machine.cpu_quota:g} cores' worth of time"

@@ -1,13 +1,11 @@
 """What the operating system says of the machine and of this process's share of it."""
 
-import os
 import platform
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from zenflow.cli.bench.report import cpu_name, system_name
+from zenflow.runtime.cores import read_cores
 from zenflow.runtime.memory import available_memory
 
 
@@ -20,21 +18,23 @@ class Machine:
     online_cores: int
     allowed_cores: int
     """Cores in this process's affinity mask."""
-    physical_cores: int | None
-    """Physical cores that the allowed ones belong to."""
+    physical_cores: int
+    """Physical cores that the allowed ones belong to; all of them, where the system does not say."""
     numa_nodes: int | None
     """Memory nodes that the allowed cores belong to."""
     cpu_quota: float | None
     """Cores' worth of time that the tightest control group allows; None: no quota."""
+    worker_cores: int
+    """Physical cores of this process's share, or what the quota leaves of them."""
     available_bytes: int | None
     """Host memory that can still be taken."""
     memory_limit: str | None
     """What limits it."""
 
     @property
-    def threads_per_core(self) -> float | None:
+    def threads_per_core(self) -> float:
         """More than 1 where allowed cores share a physical one (SMT)."""
-        return self.allowed_cores / self.physical_cores if self.physical_cores else None
+        return self.allowed_cores / self.physical_cores
 
     @property
     def usable_cores(self) -> float:
@@ -49,76 +49,17 @@ def read_machine(root: Path = Path("/"), allowed: set[int] | None = None) -> Mac
         root: the folder that holds ``proc`` and ``sys``.
         allowed: numbers of the allowed cores; None asks the system.
     """
-    online = os.cpu_count() or 1
-    if allowed is None:
-        has_mask = hasattr(os, "sched_getaffinity")
-        allowed = set(os.sched_getaffinity(0)) if has_mask else set(range(online))
+    cores = read_cores(root, allowed)
     memory = available_memory(root)
     return Machine(
         system=f"{system_name()}, Python {platform.python_version()}",
         cpu=cpu_name(root),
-        online_cores=max(online, len(allowed)),
-        allowed_cores=len(allowed),
-        physical_cores=_physical_cores(root / "sys/devices/system/cpu", allowed),
-        numa_nodes=_numa_nodes(root / "sys/devices/system/node", allowed),
-        cpu_quota=min(_quotas(root), default=None),
+        online_cores=cores.online,
+        allowed_cores=len(cores.allowed),
+        physical_cores=len(cores.physical),
+        numa_nodes=len(set(cores.nodes.values())) or None,
+        cpu_quota=cores.quota,
+        worker_cores=cores.share().usable,
         available_bytes=memory.num_bytes if memory else None,
         memory_limit=memory.limit if memory else None,
     )
-
-
-def _physical_cores(folder: Path, allowed: set[int]) -> int | None:
-    found = set()
-    for core in allowed:
-        topology = folder / f"cpu{core}" / "topology"
-        try:
-            names = ("physical_package_id", "core_id")
-            found.add(tuple(int((topology / name).read_text()) for name in names))
-        except (OSError, ValueError):
-            return None
-    return len(found) or None
-
-
-def _numa_nodes(folder: Path, allowed: set[int]) -> int | None:
-    nodes = 0
-    for cores in folder.glob("node[0-9]*/cpulist"):
-        nodes += not allowed.isdisjoint(_cores_of(cores.read_text()))
-    return nodes or None
-
-
-def _cores_of(text: str) -> set[int]:
-    """``0-2,5`` as numbers."""
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
-    return {core for low, high in ranges for core in range(int(low), int(high or low) + 1)}
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    """Of every control group that this process is in, version 2 or 1, in cores."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount = root / "sys/fs/cgroup"
-        elif "cpu" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/cpu"
-        else:
-            continue
-        group = mount / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if mount in (folder, *folder.parents):
-                yield from _quota(folder)
-
-
-def _quota(folder: Path) -> Iterator[float]:
-    """``quota period`` in one file (version 2), or a file for each (version 1)."""
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        try:
-            words = " ".join((folder / name).read_text() for name in names).split()
-            quota, period = (int(word) for word in words)
-        except (OSError, ValueError):  # not there, or no quota: "max"
-            continue
-        if quota > 0 and period > 0:
-            yield quota / period

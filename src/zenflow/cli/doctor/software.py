@@ -42,7 +42,7 @@ class Software:
     synchronous_threads: int
 
 
-def read_software(allowed_cores: int) -> Software:
+def read_software(cores: int) -> Software:
     """Ask torch and our own selection."""
     has_accelerator = torch.accelerator.is_available()
     name: str | None = None
@@ -65,11 +65,9 @@ def read_software(allowed_cores: int) -> Software:
         compiler=find_compiler(),
         torch_threads=torch.get_num_threads(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
-        overlap_threads=host_threads(
-            ZenFlowConfig(), allowed_cores, shares_memory=not has_accelerator
-        ),
+        overlap_threads=host_threads(ZenFlowConfig(), cores, shares_memory=not has_accelerator),
         synchronous_threads=host_threads(
-            ZenFlowConfig(overlap_step=False), allowed_cores, shares_memory=not has_accelerator
+            ZenFlowConfig(overlap_step=False), cores, shares_memory=not has_accelerator
         ),
     )
 
