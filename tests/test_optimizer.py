@@ -1,5 +1,6 @@
 """What a user of torch.optim expects of any optimizer, and what goes wrong by name."""
 
+import contextlib
 import gc
 import json
 import logging
@@ -8,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -553,3 +554,44 @@ def test_selected_channels_are_never_overwritten_by_a_publish() -> None:
         visible = param.detach()[:, segment.channels.selected]
         assert torch.equal(visible, segment.selected.master.bfloat16())
     optimizer.close()
+
+
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.covers("16-bit state")
+@pytest.mark.parametrize("default", [default_dtype, default_device])
+def test_state_does_not_follow_torchs_defaults(default: Callable[[], Iterator[None]]) -> None:
+    """Scripts set them for their models: host memory stays host memory, and fp32."""
+    results = []
+    for changed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20))
+        config = {"update_interval": 2, "select_interval": 2, "topk_ratio": 0.2}
+        optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-2, config=config)
+        grads = [[torch.randn_like(p) for p in model.parameters()] for _ in range(12)]
+        with contextlib.contextmanager(default)() if changed else contextlib.nullcontext():
+            for number, each in enumerate(grads):
+                for param, grad in zip(model.parameters(), each, strict=True):
+                    param.grad = grad.clone()
+                optimizer.step()
+                if number == 6:
+                    saved = optimizer.state_dict()
+                    assert all(
+                        tensor.dtype == torch.float32
+                        for state in saved["state"].values()
+                        for tensor in state.values()
+                    )
+                    optimizer.load_state_dict(saved)
+            optimizer.close()
+        results.append(list(model.parameters()))
+    assert all(map(torch.equal, *results))

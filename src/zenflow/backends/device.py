@@ -48,7 +48,7 @@ class CpuDevice:
         return tensor
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 class AcceleratorDevice:

@@ -43,7 +43,7 @@ class RamStorage:
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self._pin:
             try:
-                return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+                return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self._pin = False
                 _log.warning(
@@ -51,10 +51,12 @@ class RamStorage:
                     "copies are slower and do not overlap compute",
                     error,
                 )
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def create(self, key: int, shape: Sequence[int]) -> None:
-        self._states[key] = HostState(*(torch.zeros(tuple(shape)) for _ in range(3)))
+        self._states[key] = HostState(
+            *(torch.zeros(tuple(shape), dtype=torch.float32, device="cpu") for _ in range(3))
+        )
 
     def fetch(self, key: int) -> HostState:
         return self._states[key]

@@ -84,7 +84,7 @@ def _export_weight(engine: Engine, weight: Weight) -> dict[str, Any]:
 def _adamw_state(steps: int, tensors: Sequence[Tensor], *, has_master: bool) -> dict[str, Any]:
     master, exp_avg, exp_avg_sq = tensors
     state = {
-        "step": torch.tensor(float(steps)),
+        "step": torch.tensor(float(steps), dtype=torch.float32, device="cpu"),
         "exp_avg": exp_avg,
         "exp_avg_sq": exp_avg_sq,
     }

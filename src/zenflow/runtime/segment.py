@@ -216,7 +216,8 @@ class Segment:
         The moments of deferred channels are brought to the weight's own step count by the caller.
         """
         assert self.channels is not None
-        whole = [torch.empty(self._shape(self.channels.num_channels)) for _ in range(3)]
+        shape = self._shape(self.channels.num_channels)
+        whole = [torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(3)]
         state = platform.storage.fetch(self.key)
         for target, source in zip(whole, state, strict=True):
             target.index_copy_(1, self.channels.hosted, source)
@@ -235,7 +236,7 @@ class Segment:
         platform.storage.store(self.key, state)
         if self.selected is not None:
             picked = torch.stack([t.index_select(1, self.channels.selected) for t in whole])
-            places = upload(platform, torch.arange(self.channels.selected.numel()))
+            places = upload(platform, torch.arange(self.channels.selected.numel(), device="cpu"))
             arrived = upload(platform, picked)
             platform.device.run(device_ops.put_state, self.selected, places, arrived)
 

@@ -50,7 +50,7 @@ class Weight:
     def begin(self, platform: Platform, grad: Tensor, interval: int | str, step: int) -> None:
         """Create the state, with the channels that this first gradient selects."""
         self.follow()
-        chosen = torch.empty(0, dtype=torch.int64)
+        chosen = torch.empty(0, dtype=torch.int64, device="cpu")
         if self.num_selected:
             scored = platform.device.empty((self.num_selected,), torch.int64)
             platform.device.run(
