@@ -123,6 +123,48 @@ def test_a_given_model_or_a_trainer_makes_them_current(
     optimizer.close()
 
 
+@pytest.mark.covers("resume")
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_a_given_model_resumes_whichever_is_saved_first(optimizer_first: bool) -> None:
+    config = {"update_interval": 3, "topk_ratio": 0.1}
+    model = make_model().bfloat16()
+    optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-2, config=config, model=model)
+    run(model, optimizer, 0, 7)
+    saved = {}
+    for name in ("optimizer", "model") if optimizer_first else ("model", "optimizer"):
+        saved[name] = copy.deepcopy({"optimizer": optimizer, "model": model}[name].state_dict())
+    run(model, optimizer, 7, 12)
+    other = make_model().bfloat16()
+    other.load_state_dict(saved["model"])
+    resumed = zenflow.ZenFlowAdamW(other.parameters(), lr=1e-2, config=config, model=other)
+    resumed.load_state_dict(saved["optimizer"])
+    run(other, resumed, 7, 12)
+    states = [each.state_dict()["state"] for each in (optimizer, resumed)]
+    for number, tensors in states[0].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, states[1][number][name])
+    assert same(copies(model), copies(other))
+    optimizer.close()
+    resumed.close()
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        model(x.bfloat16()).float().square().sum().backward()
+        optimizer.step()
+
+
+def test_many_bad_gradients_are_not_all_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(10)])
+    optimizer = zenflow.ZenFlowAdamW(model.parameters(), config=OVERLAPPED)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, float("nan"))
+    optimizer.step()
+    assert "0.weight" in caplog.text
+    assert "and 12 more" in caplog.text
+
+
 def test_eval_is_synchronize() -> None:
     model = make_model()
     optimizer = zenflow.ZenFlowAdamW(model.parameters(), config=OVERLAPPED)

@@ -232,13 +232,16 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
         A ``"zenflow"`` entry holds the selections and the gradients that wait, so that a resumed
         run continues bit for bit. Plain AdamW ignores it: call :meth:`synchronize` first if plain
-        AdamW is to continue. Nothing is drained or changed by saving.
+        AdamW is to continue. Nothing is drained or changed by saving, unless ``model`` was given, whose
+        ``state_dict()`` is current: then so is this one, whichever is saved first.
         """
         with self._session.alone():
             engine = self._engine
             if engine is None:
                 return super().state_dict()
             engine.pipeline.raise_if_failed()
+            if self._session.hooks.asked:
+                engine.synchronize()
             exported = saving.export(engine)
             self.state.clear()
             self.state.update(

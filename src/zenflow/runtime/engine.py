@@ -26,6 +26,8 @@ from zenflow.runtime.weight import Weight
 
 _log = logging.getLogger("zenflow")
 
+_NAMED = 8
+"""Parameters that a message names; there may be hundreds."""
 _NOTICEABLE_STALL = 0.02
 """Share of the time beside compute under which a stall is the cost of looking, not of waiting."""
 
@@ -287,7 +289,9 @@ class Engine:
         if not bad:
             return False
         _log.warning(
-            "step skipped, nothing was changed: the gradient is not finite of %s", ", ".join(bad)
+            "step skipped, nothing was changed: the gradient is not finite of %s%s",
+            ", ".join(bad[:_NAMED]),
+            f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else "",
         )
         for param in list(self._absorbed):
             self.forget(param)

@@ -70,6 +70,8 @@ class ModelHooks:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self.asked = False
+        """The user gave the model."""
 
     @property
     def attached(self) -> bool:
@@ -81,6 +83,7 @@ class ModelHooks:
         Args:
             asked: the user gave these modules; else they were found.
         """
+        self.asked = self.asked or asked
         reference = weakref.ref(optimizer)
         for module in modules:
             before_save = _BeforeSave(reference, asked)
