@@ -1,9 +1,11 @@
 """The host pipeline: slots in, sweeps beside the next step, publishes at step boundaries."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from zenflow.backends.ticket import FINISHED, Transfer
@@ -74,7 +76,30 @@ class HostPipeline:
             segment = Segment(key, weight.view[block.start : block.stop], block.start, block.stop)
             weight.segments.append(segment)
             segments.append(segment)
-        self.tables.append(Table(segments, [block.numel for block in blocks]))
+        table = Table(segments, [block.numel for block in blocks])
+        self.tables.append(table)
+        if not self.platform.link.shared:
+            hosted = [_hosted(weights[b.weight], b.stop - b.start) for b in blocks]
+            self.pool.reserve(self._buffers(table, hosted))
+
+    def _buffers(
+        self, table: Table, hosted: Sequence[tuple[int, torch.dtype] | None]
+    ) -> dict[tuple[int, torch.dtype], int]:
+        """How many buffers of each kind the schedule uses at once, for a table of these segments."""
+        counts: dict[tuple[int, torch.dtype], int] = {}
+        streaming = self.config.stream_gradients
+        bound = self.config.interval_bound
+        intervals = range(1, bound + 1) if self.config.update_interval == "auto" else [bound]
+        for kind in {kind for kind in hosted if kind is not None}:
+            counts[kind] = max(
+                schedule.most_buffers(
+                    [p for p, of in zip(table.phases(s), hosted, strict=True) if of == kind],
+                    s,
+                    streaming=streaming,
+                )
+                for s in intervals
+            )
+        return counts
 
     def capture(self, weight: Weight, grad: Tensor) -> None:
         """Take a gradient (the weight's view) apart into its segments' shares."""
@@ -269,6 +294,15 @@ class HostPipeline:
             f"{tuple(segment.weight.shape)} failed: {self._failure!r}; "
             "deferred updates are lost, restart from the last checkpoint"
         ) from self._failure
+
+
+def _hosted(weight: Weight, num_rows: int) -> tuple[int, torch.dtype] | None:
+    """Elements on the host and dtype of a segment across a link; None if it is not trained."""
+    if not weight.param.requires_grad:
+        return None
+    _, num_channels, *kernel = weight.view.shape
+    num_deferred = num_channels - weight.num_selected
+    return num_rows * num_deferred * math.prod(kernel), weight.param.dtype
 
 
 def _staleness(segments: Iterable[Segment], step: int) -> int:
