@@ -17,6 +17,7 @@ from zenflow.runtime.gradients import take_gradient
 from zenflow.runtime.memory import check_host_memory
 from zenflow.runtime.model_hooks import keep_current
 from zenflow.runtime.platform import Platform, choose_platform
+from zenflow.runtime.stages import staged
 from zenflow.runtime.stats import StepStats
 from zenflow.runtime.streaming import GradientStream, TakenGradient
 
@@ -340,6 +341,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             if param.grad is not None
         ]
 
+    @staged("zenflow.capture")
     def _absorb(self, param: Tensor) -> Tensor:
         """Take one gradient in the backward pass; returns its norm."""
         engine = self._running_engine()

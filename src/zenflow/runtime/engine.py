@@ -21,6 +21,7 @@ from zenflow.runtime.edits import Edits
 from zenflow.runtime.pipeline import HostPipeline
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.resident import Resident
+from zenflow.runtime.stages import staged
 from zenflow.runtime.stats import Meter, StepStats
 from zenflow.runtime.weight import Weight
 
@@ -95,7 +96,7 @@ class Engine:
         """
         self._check_process()
         self.pipeline.raise_if_failed()
-        self.platform.device.mark().wait()
+        self._wait_for_compute()
         self.meter.begin_step()
         if not gradients and not self._absorbed:
             self.stats = self.stats.of_no_work()
@@ -110,6 +111,11 @@ class Engine:
             self.pipeline.fail(error)
             raise
 
+    @staged("zenflow.wait")
+    def _wait_for_compute(self) -> None:
+        self.platform.device.mark().wait()
+
+    @staged("zenflow.apply")
     def _apply(
         self, gradients: Sequence[Gradient], hypers: Mapping[Tensor, SubStep], scale: float
     ) -> None:
@@ -121,8 +127,7 @@ class Engine:
         self._measure_window()
         interval = 1 if warm_up else self.controller.interval(self.step_index)
         self._adopt_selections()
-        for gradient in self._most_urgent_first(gradients, interval):
-            self.absorb(gradient, self.step_index)
+        self._capture(self._most_urgent_first(gradients, interval))
         self._commit(hypers, scale)
         if overlap:
             self._sweeps_begun_s = self.platform.clock()
@@ -131,6 +136,11 @@ class Engine:
             self.pipeline.publish_in_flight()
         self.edits.mark_seen()
         self._set_stats(interval)
+
+    @staged("zenflow.capture")
+    def _capture(self, gradients: Sequence[Gradient]) -> None:
+        for gradient in gradients:
+            self.absorb(gradient, self.step_index)
 
     def _most_urgent_first(self, gradients: Sequence[Gradient], interval: int) -> list[Gradient]:
         """What is swept at the end of this step crosses the link, if there is one, first."""
@@ -177,6 +187,7 @@ class Engine:
             self.pipeline.forget_captured(weight)
             weight.forget(self.step_index + 1)
 
+    @staged("zenflow.synchronize")
     def synchronize(self) -> None:
         """Apply and publish every gradient so far; device weights then are their masters,
         rounded."""
@@ -216,6 +227,7 @@ class Engine:
                 f"the forked process {os.getpid()}; create a new optimizer there"
             )
 
+    @staged("zenflow.check")
     def _observe(self, gradients: Sequence[Gradient]) -> tuple[Tensor, bool]:
         """Look at the device once: every gradient's norm, and whether others have written weights.
 
@@ -285,6 +297,7 @@ class Engine:
             host_s = max(host_s, window_s + stall_s)
         self.controller.observe(Sample(window_s, host_s))
 
+    @staged("zenflow.adopt")
     def _adopt_selections(self) -> None:
         for weight in self.weights.values():
             selection = weight.selection
@@ -302,6 +315,7 @@ class Engine:
                 if segment.start == 0:
                     self.meter.reselected_channels += moved
 
+    @staged("zenflow.update")
     def _commit(self, hypers: Mapping[Tensor, SubStep], scale: float) -> None:
         """Make the absorbed gradients this step's: update on the device, let the slots wait."""
         updates: list[DeviceUpdate] = []

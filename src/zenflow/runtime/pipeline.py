@@ -16,6 +16,7 @@ from zenflow.core.segments import plan_segments
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.segment import Segment
 from zenflow.runtime.slots import BufferPool, Slot
+from zenflow.runtime.stages import staged
 from zenflow.runtime.stats import Meter
 from zenflow.runtime.sweep import Sweep, SweepJob
 from zenflow.runtime.weight import Weight
@@ -152,6 +153,7 @@ class HostPipeline:
             or schedule.is_due(step, phase, interval, segment.oldest or step, max_age)
         ]
 
+    @staged("zenflow.begin_sweeps")
     def sweep_due(self, step: int, interval: int, *, overlap: bool) -> None:
         """Start the sweep of every segment that is due at ``step``."""
         delay = schedule.lookahead_steps(interval, overlap) if self.config.lookahead else 0.0
@@ -190,6 +192,7 @@ class HostPipeline:
         segment.extrapolated = delay != 0
         segment.sweep = Sweep(job, self.platform.workers.submit(job))
 
+    @staged("zenflow.publish")
     def publish_in_flight(self) -> None:
         """Publish every sweep in flight, waiting for those that are late."""
         for segment in self.segments:
