@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from zenflow.runtime.resident import Resident
 from zenflow.runtime.stages import staged
 from zenflow.runtime.stats import Meter, StepStats
 from zenflow.runtime.weight import Weight
+from zenflow.runtime.workers import in_worker
 
 _log = logging.getLogger("zenflow")
 
@@ -205,8 +207,16 @@ class Engine:
         self.edits.take(self.step_index, suspicious=self._observe([])[1], restored=restored)
 
     def close(self, *, drain: bool = True) -> None:
-        """End the workers, after draining if that is asked for and possible. Idempotent."""
+        """End the workers, after draining if that is asked for and possible. Idempotent.
+
+        A worker in which the garbage collector finds the optimizer cannot wait for its own job, so
+        there it happens in a thread of its own, soon.
+        """
         if self._closed:
+            return
+        if in_worker():
+            close = threading.Thread(target=self.close, kwargs={"drain": drain}, daemon=True)
+            close.start()
             return
         self._closed = True
         if os.getpid() != self._pid:  # a fork: threads and pending work are the parent's

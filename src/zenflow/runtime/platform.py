@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -54,7 +55,11 @@ def choose_platform(device: torch.device, config: ZenFlowConfig) -> Platform:
         kernel=choose_kernel(),
         storage=RamStorage(pin=not shares_memory),
         reduce=LocalReduce(),
-        workers=ThreadWorkers(num_threads),
+        # Without it, threads of a second GPU's rank make a context on the first one.
+        workers=ThreadWorkers(
+            num_threads,
+            None if shares_memory else partial(torch.accelerator.set_device_index, device),
+        ),
         release=_compute_threads.leave_cores(cores, num_threads) if competes else _nothing,
     )
 

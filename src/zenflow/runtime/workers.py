@@ -99,9 +99,10 @@ class ThreadWorkers:
 
     Args:
         num_threads: at least 1.
+        begin: called first in each thread; an accelerator's current device belongs to the thread.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, begin: Callable[[], None] | None = None) -> None:
         self.num_threads = num_threads
         self._queue: SimpleQueue[ThreadTask[Any] | None] = SimpleQueue()
         self._closed = False
@@ -109,7 +110,7 @@ class ThreadWorkers:
         self._threads = [
             threading.Thread(
                 target=_work,
-                args=(self._queue, self._running),
+                args=(self._queue, self._running, begin),
                 name=f"zenflow-worker-{i}",
                 daemon=True,
             )
@@ -145,8 +146,23 @@ class ThreadWorkers:
                 thread.join(_JOIN_S)
 
 
-def _work(queue: "SimpleQueue[ThreadTask[Any] | None]", running: dict[str, str]) -> None:
+_this_thread = threading.local()
+
+
+def in_worker() -> bool:
+    """Whether the calling thread is a host worker, of any optimizer."""
+    return getattr(_this_thread, "is_worker", False)
+
+
+def _work(
+    queue: "SimpleQueue[ThreadTask[Any] | None]",
+    running: dict[str, str],
+    begin: Callable[[], None] | None,
+) -> None:
+    _this_thread.is_worker = True
     name = threading.current_thread().name
+    if begin is not None:
+        begin()
     while (task := queue.get()) is not None:
         running[name] = f"runs {task.description} since {time.strftime('%H:%M:%S')}"
         task.run()
