@@ -85,11 +85,11 @@ class Engine:
         if weights:
             self.pipeline.add(weights)
 
-    def step(self, gradients: Sequence[Gradient], hypers: Mapping[Tensor, SubStep]) -> None:
+    def step(self, gradients: list[Gradient], hypers: Mapping[Tensor, SubStep]) -> None:
         """Apply one step's gradients; see docs/design.md, "Exact semantics".
 
         Args:
-            gradients: those that were not absorbed since the last step.
+            gradients: those that were not absorbed since the last step; taken out of the list one by one.
             hypers: for each parameter its group's present hyperparameters, as a sub-step whose
                 count is not set yet; its scale is what others have scaled the gradient by.
 
@@ -119,7 +119,7 @@ class Engine:
 
     @staged("zenflow.apply")
     def _apply(
-        self, gradients: Sequence[Gradient], hypers: Mapping[Tensor, SubStep], scale: float
+        self, gradients: list[Gradient], hypers: Mapping[Tensor, SubStep], scale: float
     ) -> None:
         self.step_index += 1
         self.pipeline.release_copied()
@@ -129,7 +129,8 @@ class Engine:
         self._measure_window()
         interval = 1 if warm_up else self.controller.interval(self.step_index)
         self._adopt_selections()
-        self._capture(self._most_urgent_first(gradients, interval))
+        self._most_urgent_first(gradients, interval)
+        self._capture(gradients)
         self._commit(hypers, scale)
         if overlap:
             self._sweeps_begun_s = self.platform.clock()
@@ -140,17 +141,19 @@ class Engine:
         self._set_stats(interval)
 
     @staged("zenflow.capture")
-    def _capture(self, gradients: Sequence[Gradient]) -> None:
-        for gradient in gradients:
-            self.absorb(gradient, self.step_index)
+    def _capture(self, gradients: list[Gradient]) -> None:
+        """Take each gradient and drop it, so that what is gathered of the next finds its memory free."""
+        gradients.reverse()
+        while gradients:
+            self.absorb(gradients.pop(), self.step_index)
 
-    def _most_urgent_first(self, gradients: Sequence[Gradient], interval: int) -> list[Gradient]:
+    def _most_urgent_first(self, gradients: list[Gradient], interval: int) -> None:
         """What is swept at the end of this step crosses the link, if there is one, first."""
         if self.platform.link.shared:
-            return list(gradients)
+            return
         due = set(self.pipeline.due(self.step_index, interval))
         urgent = {p for p, weight in self.weights.items() if not due.isdisjoint(weight.segments)}
-        return sorted(gradients, key=lambda gradient: gradient.param not in urgent)
+        gradients.sort(key=lambda gradient: gradient.param not in urgent)
 
     def absorb(self, gradient: Gradient, step: int, norm: Tensor | None = None) -> None:
         """Take a gradient: its deferred part into slots, its selected part aside until the step.

@@ -107,8 +107,11 @@ class HostPipeline:
         for segment in weight.segments:
             rows = grad[segment.start : segment.stop]
             copy = segment.capture(self.platform, self.pool, rows)
-            if not copy.done():
+            if not self.config.stream_gradients:
+                copy.let_go()
+            elif not copy.done():
                 self._copies.append(copy)
+            del copy  # before the next one is enqueued, see StreamTransfer
             self.meter.d2h_bytes += segment.deferred_numel * rows.element_size()
         if self.config.stream_gradients:
             self.release_copied(_MAX_STREAMING_BYTES)
