@@ -17,6 +17,7 @@ from zenflow.runtime.memory import check_host_memory
 from zenflow.runtime.model_hooks import has_trainer, modules_over, names_in
 from zenflow.runtime.platform import Platform, choose_platform
 from zenflow.runtime.session import Session
+from zenflow.runtime.stages import staged
 from zenflow.runtime.stats import StepStats
 from zenflow.runtime.streaming import GradientStream, TakenGradient
 
@@ -365,6 +366,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             if param.grad is not None
         ]
 
+    @staged("zenflow.capture")
     def _absorb(self, param: Tensor) -> Tensor:
         """Take one gradient in the backward pass; returns its norm."""
         with self._session.lock:

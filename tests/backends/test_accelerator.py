@@ -121,6 +121,19 @@ def test_memory_of_a_copy_dropped_in_flight_is_kept_from_other_owners(direction:
     assert streams.log[-1].startswith("memory kept for side")
 
 
+def test_a_copy_may_be_left_to_itself() -> None:
+    """Its memory is given up at once, and the allocator is told whom to wait for."""
+    streams = Streams()
+    source: Any = DeviceTensor(streams)
+    alive = weakref.ref(source)
+    target: Any = torch.zeros(2)
+    transfer = StreamLink(CPU, streams).to_device(target, source, FINISHED)
+    transfer.let_go()
+    assert streams.log[-1] == "memory kept for side1"
+    del transfer, source
+    assert alive() is None
+
+
 def test_memory_of_a_finished_copy_is_free_at_once() -> None:
     streams = Streams()
     target: Any = DeviceTensor(streams)

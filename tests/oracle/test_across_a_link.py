@@ -9,6 +9,7 @@ from links import use_platform
 from runs import PRODUCT, Run, compare
 from torch import Tensor
 
+import zenflow
 from zenflow.core.channels import ChannelMap
 from zenflow.runtime.slots import BufferPool
 
@@ -78,3 +79,30 @@ def test_a_handover_from_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ChannelMap, "handover_to", shifted)
     with pytest.raises(AssertionError, match="weight"):
         compare_all()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("interval", [1, 2, 4, "auto"])
+def test_all_host_buffers_are_reserved_before_the_first_step(
+    interval: int | str, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool takes no memory while training, nor to synchronize."""
+    use_platform(monkeypatch, link=True)
+    params = [torch.nn.Parameter(torch.randn(rows, 300)) for rows in (40, 700, 40, 64, 64)]
+    config = {
+        "update_interval": interval,
+        "select_interval": 2,
+        "stream_gradients": streaming,
+        "host_threads": 1,
+    }
+    optimizer = zenflow.ZenFlowAdamW(params, config=config)
+    taken = []
+    for step in range(14):
+        sum((param * param).sum() for param in params).backward()
+        optimizer.step()
+        taken.append(optimizer._engine.pipeline.pool.allocated_bytes)
+        if step == 9:
+            optimizer.synchronize()
+    optimizer.close()
+    assert taken[0] > 0
+    assert set(taken) == {taken[0]}

@@ -153,7 +153,7 @@ def test_workers_are_bound_and_the_training_thread_is_not(monkeypatch: pytest.Mo
         pytest.skip("one core: workers are not bound")
     seen: list[set[int]] = []
     monkeypatch.setattr(
-        "zenflow.runtime.workers.bind_thread",
+        "zenflow.runtime.platform.bind_thread",
         lambda cores: (bind_thread(cores), seen.append(set(os.sched_getaffinity(0)))),
     )
     model = nn.Linear(32, 32)

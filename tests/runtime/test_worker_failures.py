@@ -1,5 +1,6 @@
 """A sweep that fails or a worker that dies, wherever the training thread happens to be."""
 
+import gc
 import logging
 import threading
 import time
@@ -192,3 +193,48 @@ def test_jobs_of_several_threads_all_end_and_keep_their_results() -> None:
     workers.close()
     workers.close()
     workers.check()
+
+
+def test_an_optimizer_that_is_collected_in_its_own_worker_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The garbage collector runs in whichever thread allocates; the job there cannot wait for itself."""
+    model, optimizer = train({"update_interval": 1, "host_threads": 1})
+    optimizer.synchronize()
+    optimizer.itself = optimizer  # a cycle, as learning rate schedulers make them
+    dropped, collected = threading.Event(), threading.Event()
+    call = SweepJob.__call__
+
+    def collect(job: SweepJob) -> Any:
+        assert dropped.wait(10)
+        gc.collect()
+        collected.set()
+        return call(job)
+
+    gc.collect()
+    gc.disable()
+    try:
+        monkeypatch.setattr(SweepJob, "__call__", collect)
+        step(model, optimizer)
+        before = [param.detach().clone() for param in model.parameters()]
+        workers = [t for t in threading.enumerate() if t.name.startswith("zenflow-worker")]
+        del optimizer
+        dropped.set()
+        assert collected.wait(10)
+    finally:
+        gc.enable()
+    for worker in workers:
+        worker.join(10)
+        assert not worker.is_alive()
+    changed = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+    assert any(changed)  # the pending step was published
+
+
+def test_each_worker_begins_with_what_it_was_told() -> None:
+    began = []
+    workers = ThreadWorkers(2, lambda: began.append(threading.current_thread().name))
+    tasks = [workers.submit(lambda: None) for _ in range(4)]
+    for task in tasks:
+        task.wait()
+    workers.close()
+    assert sorted(began) == ["zenflow-worker-0", "zenflow-worker-1"]

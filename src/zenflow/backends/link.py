@@ -85,9 +85,12 @@ class StreamLink:
 class StreamTransfer(Transfer):
     """A copy on a side stream. Dropped before it is done, it leaves its memory in order.
 
-    A transfer is dropped early only where its data is of no use any more: a skipped step, an
-    optimizer that is closed without draining or that failed. Its device memory then goes back to the
-    compute stream's allocator, which would hand it out while the copy still reads or writes it.
+    Device memory goes back to the compute stream's allocator, which would hand it out while the copy
+    still reads or writes it. Told of the side stream, it waits with that for what is enqueued there at
+    the time of the drop. So whoever drops a transfer at once, with the copy last in the stream,
+    has the memory back as soon as the copy is done; others keep it and look. That transfers whose
+    data is of no use any more are dropped early (a skipped step, an optimizer that failed or is closed
+    without draining) is seen to here.
     """
 
     def on(self, stream: torch.Stream) -> "StreamTransfer":
@@ -95,8 +98,11 @@ class StreamTransfer(Transfer):
         self._stream = stream
         return self
 
+    def let_go(self) -> None:
+        for tensor in (self.tensor, self.source):
+            if not tensor.is_cpu:
+                tensor.record_stream(self._stream)
+
     def __del__(self) -> None:
         if not self.ticket.done():
-            for tensor in (self.tensor, self.source):
-                if not tensor.is_cpu:
-                    tensor.record_stream(self._stream)
+            self.let_go()

@@ -35,7 +35,8 @@ class Transfer(NamedTuple):
 
     Attributes:
         tensor: where the data is to be read, valid after ``wait()``.
-        source: what is being read; must stay alive and unchanged until ``done()``.
+        source: what is being read; must stay unchanged until ``done()``, and alive unless
+            :meth:`let_go` was called.
     """
 
     tensor: Tensor
@@ -48,3 +49,7 @@ class Transfer(NamedTuple):
     def wait(self) -> Tensor:
         self.ticket.wait()
         return self.tensor
+
+    def let_go(self) -> None:
+        """Leave device memory to the copy: once it is done and nobody else refers to it, it is free."""
+        return

@@ -98,10 +98,11 @@ def device_need(
     deferred = sum(weight.numel for weight in split) - selected
     resident = sum(resident_numels)
     own_master = 0 if itemsize == 4 else 4
-    gathered, gradients = deferred * itemsize, (deferred + selected + resident) * itemsize
     largest = max((weight.numel for weight in split), default=0)
+    # Each gradient goes as soon as it is gathered from, so gathered ones take the place of gradients.
+    gathered, gradients = largest * itemsize, (deferred + selected + resident) * itemsize
     if streaming_bytes is not None:
-        gathered = min(gathered, streaming_bytes + largest * itemsize)
+        gathered = min(deferred * itemsize, streaming_bytes + largest * itemsize)
         gradients = (largest + resident) * itemsize
     return DeviceNeed(
         weights=(deferred + selected + resident) * itemsize,

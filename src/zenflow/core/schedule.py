@@ -42,3 +42,20 @@ def lookahead_steps(update_interval: int, overlap: bool) -> float:
 def max_staleness(max_update_interval: int, overlap: bool) -> int:
     """Largest number of steps that a visible weight can lag behind AdamW."""
     return max_update_interval if overlap else max_update_interval - 1
+
+
+def most_buffers(phases: Sequence[int], update_interval: int, *, streaming: bool) -> int:
+    """Most host buffers, slots and staging together, that segments of these phases use at once.
+
+    At the end of step ``t`` a segment holds one slot for each step since its last sweep, and those that are
+    due hold staging too, until the publish in the next step. Streaming, the next gradients come before
+    that publish.
+    """
+    return max(
+        (
+            sum((t - phase - 1) % update_interval + 1 for phase in phases)
+            + sum(phase == t for phase in phases)
+            for t in range(update_interval)
+        ),
+        default=0,
+    ) + (len(phases) if streaming else 0)

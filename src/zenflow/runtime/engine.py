@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -21,8 +22,10 @@ from zenflow.runtime.edits import Edits
 from zenflow.runtime.pipeline import HostPipeline
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.resident import Resident
+from zenflow.runtime.stages import staged
 from zenflow.runtime.stats import Meter, StepStats
 from zenflow.runtime.weight import Weight
+from zenflow.runtime.workers import in_worker
 
 _log = logging.getLogger("zenflow")
 
@@ -105,11 +108,11 @@ class Engine:
         if weights:
             self.pipeline.add(weights)
 
-    def step(self, gradients: Sequence[Gradient], hypers: Mapping[Tensor, SubStep]) -> None:
+    def step(self, gradients: list[Gradient], hypers: Mapping[Tensor, SubStep]) -> None:
         """Apply one step's gradients; see docs/design.md, "Exact semantics".
 
         Args:
-            gradients: those that were not absorbed since the last step.
+            gradients: those that were not absorbed since the last step; the list is emptied, so that each goes early.
             hypers: for each parameter its group's present hyperparameters, as a sub-step whose
                 count is not set yet; its scale is what others have scaled the gradient by.
 
@@ -118,12 +121,13 @@ class Engine:
         """
         self._check_process()
         self.pipeline.raise_if_failed()
-        self.platform.device.mark().wait()
+        self._wait_for_compute()
         self.meter.begin_step()
         if not gradients and not self._absorbed:
             self.stats = self.stats.of_no_work()
             return
         given = [_Given(self._owners[gradient.param], gradient) for gradient in gradients]
+        gradients.clear()
         norms, changed = self._observe(given)
         if self._skips(given, norms):
             return
@@ -134,9 +138,12 @@ class Engine:
             self.pipeline.fail(error)
             raise
 
-    def _apply(
-        self, given: Sequence[_Given], hypers: Mapping[Tensor, SubStep], scale: float
-    ) -> None:
+    @staged("zenflow.wait")
+    def _wait_for_compute(self) -> None:
+        self.platform.device.mark().wait()
+
+    @staged("zenflow.apply")
+    def _apply(self, given: list[_Given], hypers: Mapping[Tensor, SubStep], scale: float) -> None:
         self.step_index += 1
         self.pipeline.release_copied()
         warm_up = self.step_index <= self.config.full_warm_up_rounds
@@ -145,9 +152,8 @@ class Engine:
         self._measure_window()
         interval = 1 if warm_up else self.controller.interval(self.step_index)
         self._adopt_selections()
-        for owner, gradient in self._most_urgent_first(given, interval):
-            self._absorb(owner, gradient, self.step_index, None)
-        self.pipeline.gather()
+        self._most_urgent_first(given, interval)
+        self._capture(given)
         self._commit(hypers, scale)
         if overlap:
             self._sweeps_begun_s = self.platform.clock()
@@ -157,13 +163,22 @@ class Engine:
         self.edits.mark_seen()
         self._set_stats(interval)
 
-    def _most_urgent_first(self, given: Sequence[_Given], interval: int) -> Sequence[_Given]:
+    @staged("zenflow.capture")
+    def _capture(self, given: list[_Given]) -> None:
+        """Take each gradient and drop it, so that what is gathered of the next finds its memory free."""
+        given.reverse()
+        while given:
+            owner, gradient = given.pop()
+            self._absorb(owner, gradient, self.step_index, None)
+        self.pipeline.gather()
+
+    def _most_urgent_first(self, given: list[_Given], interval: int) -> None:
         """What is swept at the end of this step crosses the link, if there is one, first."""
         if self.platform.link.shared:
-            return given
+            return
         due = set(self.pipeline.due(self.step_index, interval))
         urgent = {p for p, weight in self.weights.items() if not due.isdisjoint(weight.segments)}
-        return sorted(given, key=lambda each: each.gradient.param not in urgent)
+        given.sort(key=lambda each: each.gradient.param not in urgent)
 
     def absorb(self, gradient: Gradient, step: int, norm: Tensor | None = None) -> None:
         """Take a gradient while the backward pass still runs (streaming capture): its deferred part
@@ -204,6 +219,7 @@ class Engine:
             self.pipeline.forget_captured(owner)
             owner.forget(self.step_index + 1)
 
+    @staged("zenflow.synchronize")
     def synchronize(self) -> None:
         """Apply and publish every gradient so far; device weights then are their masters,
         rounded."""
@@ -232,8 +248,16 @@ class Engine:
         self.edits.take(self.step_index, suspicious=self._observe([])[1], restored=restored)
 
     def close(self, *, drain: bool = True) -> None:
-        """End the workers, after draining if that is asked for and possible. Idempotent."""
+        """End the workers, after draining if that is asked for and possible. Idempotent.
+
+        A worker in which the garbage collector finds the optimizer cannot wait for its own job, so
+        there it happens in a thread of its own, soon.
+        """
         if self._closed:
+            return
+        if in_worker():
+            close = threading.Thread(target=self.close, kwargs={"drain": drain}, daemon=True)
+            close.start()
             return
         self._closed = True
         if os.getpid() != self._pid:  # a fork: threads and pending work are the parent's
@@ -254,6 +278,7 @@ class Engine:
                 f"the forked process {os.getpid()}; create a new optimizer there"
             )
 
+    @staged("zenflow.check")
     def _observe(self, given: Sequence[_Given]) -> tuple[Tensor, bool]:
         """Look at the device once: every gradient's norm, and whether others have written weights.
         Selected channels are gathered on the way.
@@ -352,6 +377,7 @@ class Engine:
             host_s = max(host_s, window_s + stall_s)
         self.controller.observe(Sample(window_s, host_s))
 
+    @staged("zenflow.adopt")
     def _adopt_selections(self) -> None:
         for weight in self.weights.values():
             selection = weight.selection
@@ -370,6 +396,7 @@ class Engine:
                     self.meter.reselected_channels += moved
             weight.adopted = min(segment.adopted for segment in weight.segments)
 
+    @staged("zenflow.update")
     def _commit(self, hypers: Mapping[Tensor, SubStep], scale: float) -> None:
         """Make the absorbed gradients this step's: update on the device, let the slots wait."""
         updates: list[Update] = []

@@ -1,9 +1,11 @@
 """The host pipeline: slots in, sweeps beside the next step, publishes at step boundaries."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from zenflow.backends.ticket import FINISHED, Transfer
@@ -15,6 +17,7 @@ from zenflow.kernels.selective import DeviceSide, Share
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.segment import Segment, upload
 from zenflow.runtime.slots import BufferPool, Captured, Slot
+from zenflow.runtime.stages import staged
 from zenflow.runtime.stats import Meter
 from zenflow.runtime.sweep import Sweep, SweepJob
 from zenflow.runtime.weight import Weight
@@ -78,7 +81,30 @@ class HostPipeline:
             segment = Segment(key, rows, block.start, block.stop, is_whole)
             weight.segments.append(segment)
             segments.append(segment)
-        self.tables.append(Table(segments, [block.numel for block in blocks]))
+        table = Table(segments, [block.numel for block in blocks])
+        self.tables.append(table)
+        if not self.platform.link.shared:
+            hosted = [_hosted(weights[b.weight], b.stop - b.start) for b in blocks]
+            self.pool.reserve(self._buffers(table, hosted))
+
+    def _buffers(
+        self, table: Table, hosted: Sequence[tuple[int, torch.dtype] | None]
+    ) -> dict[tuple[int, torch.dtype], int]:
+        """How many buffers of each kind the schedule uses at once, for a table of these segments."""
+        counts: dict[tuple[int, torch.dtype], int] = {}
+        streaming = self.config.stream_gradients
+        bound = self.config.interval_bound
+        intervals = range(1, bound + 1) if self.config.update_interval == "auto" else [bound]
+        for kind in {kind for kind in hosted if kind is not None}:
+            counts[kind] = max(
+                schedule.most_buffers(
+                    [p for p, of in zip(table.phases(s), hosted, strict=True) if of == kind],
+                    s,
+                    streaming=streaming,
+                )
+                for s in intervals
+            )
+        return counts
 
     def capture(self, weight: Weight, grad: Tensor) -> None:
         """Take a gradient (the weight's view) apart into its segments' shares. Selected channels that
@@ -94,7 +120,7 @@ class HostPipeline:
             if shared:
                 segment.captured = Captured(rows, FINISHED, None)
             else:
-                self._copies.append(segment.send(self.platform, self.pool, rows))
+                self._hold(segment.send(self.platform, self.pool, rows))
             self.meter.d2h_bytes += segment.deferred_numel * rows.itemsize
         if self.config.stream_gradients:
             self.release_copied(_MAX_STREAMING_BYTES)
@@ -104,6 +130,13 @@ class HostPipeline:
         shares, self._to_gather = self._to_gather, []
         if shares:
             self.platform.device.run(self.platform.device_kernel.gather, shares)
+
+    def _hold(self, copy: Transfer) -> None:
+        """Keep what is being copied where the link's memory is bounded; else leave it to the link."""
+        if not self.config.stream_gradients:
+            copy.let_go()
+        elif not copy.done():
+            self._copies.append(copy)
 
     def forget_captured(self, weight: Weight) -> None:
         """Give back what holds a gradient whose step is not applied."""
@@ -157,6 +190,7 @@ class HostPipeline:
             or schedule.is_due(step, phase, interval, segment.oldest or step, max_age)
         ]
 
+    @staged("zenflow.begin_sweeps")
     def sweep_due(self, step: int, interval: int, *, overlap: bool) -> None:
         """Start the sweep of every segment that is due at ``step``."""
         delay = schedule.lookahead_steps(interval, overlap) if self.config.lookahead else 0.0
@@ -193,6 +227,7 @@ class HostPipeline:
         segment.extrapolated = delay != 0
         segment.sweep = Sweep(job, self.platform.workers.submit(job))
 
+    @staged("zenflow.publish")
     def publish_in_flight(self) -> None:
         """Publish every sweep in flight, waiting for those that are late."""
         self._publish([segment for segment in self.segments if segment.sweep is not None])
@@ -312,6 +347,15 @@ class HostPipeline:
             f"{tuple(segment.weight.shape)} failed: {self._failure!r}; "
             "deferred updates are lost, restart from the last checkpoint"
         ) from self._failure
+
+
+def _hosted(weight: Weight, num_rows: int) -> tuple[int, torch.dtype] | None:
+    """Elements on the host and dtype of a segment across a link; None if it is not trained."""
+    if not weight.param.requires_grad:
+        return None
+    _, num_channels, *kernel = weight.view.shape
+    num_deferred = num_channels - weight.num_selected
+    return num_rows * num_deferred * math.prod(kernel), weight.param.dtype
 
 
 def _staleness(segments: Iterable[Segment], step: int) -> int:

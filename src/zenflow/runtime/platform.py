@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ from zenflow.backends.link import Link, SharedLink, StreamLink
 from zenflow.backends.reduce import LocalReduce, Reduce
 from zenflow.backends.storage import RamStorage, Storage
 from zenflow.config import ZenFlowConfig
-from zenflow.runtime.cores import WorkerCores, device_node, read_cores
+from zenflow.runtime.cores import WorkerCores, bind_thread, device_node, read_cores
 from zenflow.runtime.workers import HostWorkers, ThreadWorkers
 
 _log = logging.getLogger("zenflow")
@@ -60,9 +60,16 @@ def choose_platform(device: torch.device, config: ZenFlowConfig) -> Platform:
         device_kernel=device_kernel(kernel, shares_memory=shares_memory),
         storage=RamStorage(pin=not shares_memory),
         reduce=LocalReduce(),
-        workers=ThreadWorkers(num_threads, bound),
+        workers=ThreadWorkers(num_threads, partial(_begin_worker, bound, device)),
         release=partial(_call_all, give_back),
     )
+
+
+def _begin_worker(cores: Sequence[int], device: torch.device) -> None:
+    bind_thread(cores)
+    if device.type != "cpu":
+        # Without it, threads of a second GPU's rank make a context on the first one.
+        torch.accelerator.set_device_index(device)
 
 
 def _call_all(functions: Iterable[Callable[[], None]]) -> None:

@@ -9,6 +9,7 @@ from zenflow.backends.ticket import Transfer
 from zenflow.core.selection import AUTO_INTERVAL_MIN, next_interval
 from zenflow.runtime import device_ops
 from zenflow.runtime.platform import Platform
+from zenflow.runtime.stages import staged
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +38,7 @@ class Selection:
         first = AUTO_INTERVAL_MIN if isinstance(interval, str) else interval
         return cls(chosen, first, auto, step + first - index % first)
 
+    @staged("zenflow.select")
     def score(self, platform: Platform, grad: Tensor, step: int) -> None:
         """Choose anew by this gradient; the choice arrives in a later step."""
         num = self.chosen.numel()

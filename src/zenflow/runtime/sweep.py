@@ -12,6 +12,7 @@ from zenflow.backends.storage import Storage
 from zenflow.backends.ticket import Ticket, Transfer
 from zenflow.core.rules import SubStep
 from zenflow.runtime.slots import Slot
+from zenflow.runtime.stages import staged
 from zenflow.runtime.workers import Task
 
 
@@ -47,6 +48,7 @@ class SweepJob:
     def __repr__(self) -> str:
         return f"the sweep of segment {self.key} ({len(self.slots)} slots)"
 
+    @staged("zenflow.sweep")
     def __call__(self) -> Transfer:
         for slot in self.slots:
             slot.ticket.wait()

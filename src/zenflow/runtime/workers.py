@@ -3,11 +3,9 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
-
-from zenflow.runtime.cores import bind_thread
 
 T = TypeVar("T")
 
@@ -109,10 +107,10 @@ class ThreadWorkers:
 
     Args:
         num_threads: at least 1.
-        cores: that they share, and nobody else of this process's; empty leaves it to the system.
+        begin: called first in each thread; an accelerator's current device belongs to the thread.
     """
 
-    def __init__(self, num_threads: int, cores: Sequence[int] = ()) -> None:
+    def __init__(self, num_threads: int, begin: Callable[[], None] | None = None) -> None:
         self.num_threads = num_threads
         self._queue: SimpleQueue[ThreadTask[Any] | None] = SimpleQueue()
         self._closed = False
@@ -120,7 +118,7 @@ class ThreadWorkers:
         self._threads = [
             threading.Thread(
                 target=_work,
-                args=(self._queue, self._running, cores),
+                args=(self._queue, self._running, begin),
                 name=f"zenflow-worker-{i}",
                 daemon=True,
             )
@@ -161,13 +159,23 @@ class ThreadWorkers:
                 thread.join(_JOIN_S)
 
 
+_this_thread = threading.local()
+
+
+def in_worker() -> bool:
+    """Whether the calling thread is a host worker, of any optimizer."""
+    return getattr(_this_thread, "is_worker", False)
+
+
 def _work(
     queue: "SimpleQueue[ThreadTask[Any] | None]",
     running: dict[str, tuple[ThreadTask[Any], float]],
-    cores: Sequence[int],
+    begin: Callable[[], None] | None,
 ) -> None:
-    bind_thread(cores)
+    _this_thread.is_worker = True
     name = threading.current_thread().name
+    if begin is not None:
+        begin()
     while (task := queue.get()) is not None:
         running[name] = task, time.time()
         task.run()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zenflow.backends.ticket import Ticket, Transfer
-from zenflow.testing.simulated.clock import Lane, Simulation
+from zenflow.testing.simulated.clock import Lane, Operation, Simulation
 from zenflow.testing.simulated.memory import DeviceMemory, poison_
 
 
@@ -85,4 +85,12 @@ class SimulatedLink:
         operation = lane.enqueue(effect, duration_s=num_bytes / rate, after=after)
         if not operation.effective:
             operation.when_started(lambda: poison_(written))
-        return Transfer(target, source, operation)
+        return SimulatedTransfer(target, source, operation)
+
+
+class SimulatedTransfer(Transfer):
+    """A copy in a lane."""
+
+    def let_go(self) -> None:
+        assert isinstance(self.ticket, Operation)
+        self.ticket.when_effective([self.source, self.tensor].clear)

@@ -54,10 +54,14 @@ class DeviceMemory:
 
     Attributes:
         allocated_bytes: taken so far; a steady state takes no more.
+        in_use_bytes: of tensors that exist.
+        peak_bytes: the most of them so far; may be set back.
     """
 
     def __init__(self) -> None:
         self.allocated_bytes = 0
+        self.in_use_bytes = 0
+        self.peak_bytes = 0
         self._free: dict[int, list[Block]] = defaultdict(list)
         self._blocks: dict[int, Block] = {}
 
@@ -69,6 +73,8 @@ class DeviceMemory:
         block = free.pop() if free else self._new_block(num_bytes)
         block.in_use = True
         block.owner += 1
+        self.in_use_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
         owner = memoryview(block.content)  # lives as long as the tensor's storage, views included
         weakref.finalize(owner, self._release, block).atexit = False
         return torch.frombuffer(owner, dtype=dtype).view(tuple(shape))
@@ -101,4 +107,5 @@ class DeviceMemory:
 
     def _release(self, block: Block) -> None:
         block.in_use = False
+        self.in_use_bytes -= len(block.content)
         self._free[len(block.content)].append(block)
