@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel import cpu_name, versions  # the benchmark beside this one
 from torch import Tensor, nn
 
 import zenflow
+from zenflow.cli.bench.report import allowed_cores, cpu_name, versions
 
 WINDOW, BATCH, WIDTH, LAYERS = 32, 8, 192, 3
 EVALUATIONS = SAVES = 20
@@ -299,8 +299,8 @@ def report(results: dict[str, Result], options: argparse.Namespace) -> str:
         "",
         f"- Command: `python {' '.join(sys.argv)}`",
         f"- Date: {datetime.date.today()}",
-        f"- Hardware: {cpu_name()}, {len(os.sched_getaffinity(0))} cores allowed",
-        f"- Versions: {', '.join(versions())}",
+        f"- Hardware: {cpu_name()}, {allowed_cores()} cores allowed",
+        f"- Versions: {', '.join(f'{name} {text}' for name, text in versions().items())}",
         f"- A byte-level transformer of {LAYERS} layers of {WIDTH}, batches of {BATCH} x {WINDOW}, "
         f"{options.steps} steps; each run in a process of its own; one sample a step",
         "- First third, last third: the least of the samples there, of anonymous resident memory, "

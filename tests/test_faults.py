@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -235,7 +236,7 @@ def test_refused_memory_while_a_gradient_is_taken_is_not_forgotten(
         raise MemoryError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.Segment, "capture", refuse)
+        patch.setattr(pipeline.HostPipeline, "capture", refuse)
         with pytest.raises(MemoryError):
             model(torch.ones(2, 64)).sum().backward()
     optimizer.zero_grad()
@@ -334,26 +335,41 @@ def test_a_closed_optimizer_says_so() -> None:
         step(model, optimizer)
 
 
-def resident_bytes() -> int:
+FLAT = """
+import gc, os, torch, zenflow
+from torch import nn
+
+def resident_bytes():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+optimizer = zenflow.ZenFlowAdamW(model.parameters(), config={"update_interval": 4})
+for number in range(300):
+    model(torch.randn(2, 512)).square().sum().backward()
+    optimizer.step()
+    if number % 15 == 14:
+        optimizer.state_dict()
+        optimizer.synchronize()
+        gc.collect()
+        print(resident_bytes(), sum(p.numel() for p in model.parameters()) * 12)
+optimizer.close()
+"""
 
 
 @pytest.mark.covers("memory over time")
 @pytest.mark.slow
 def test_memory_is_flat_over_steps_saves_and_evaluations() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
-    optimizer = zenflow.ZenFlowAdamW(model.parameters(), config={"update_interval": 4})
-    sizes = []
-    for number in range(300):
-        step(model, optimizer, number)
-        if number % 15 == 14:
-            optimizer.state_dict()
-            optimizer.synchronize()
-            gc.collect()
-            sizes.append(resident_bytes())
-    optimizer.close()
-    state_bytes = sum(p.numel() for p in model.parameters()) * 12
-    # The least of several samples: what is in use beside it comes and goes with the allocator.
-    assert min(sizes[10:]) - min(sizes[4:10]) < 0.1 * state_bytes
+    """In a process of its own: what other tests have left in the allocator comes and goes."""
+    done = subprocess.run(
+        [sys.executable, "-c", FLAT],
+        check=True,
+        timeout=300,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},
+    )
+    sizes = [int(line.split()[0]) for line in done.stdout.splitlines()]
+    state_bytes = int(done.stdout.split()[-1])
+    assert len(sizes) == 20
+    assert statistics.median(sizes[10:]) - statistics.median(sizes[4:10]) < 0.1 * state_bytes

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import zenflow
-from zenflow.runtime.segment import Segment
+from zenflow.backends.device_kernel import TorchDeviceKernel
+from zenflow.kernels.native.selective import NativeSelective
+from zenflow.kernels.selective import Share, fingerprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,10 +60,13 @@ def test_every_section_runs_on_the_cpu_and_is_reported(tmp_path: Path) -> None:
 def test_a_publish_over_selected_channels_is_noticed(
     checks: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def publish(self: Segment, platform: object, weights: torch.Tensor) -> None:
-        self.weight.copy_(weights)
+    def publish(self: object, shares: Sequence[Share]) -> None:
+        for side, rows, _ in shares:
+            side.weight.copy_(rows)
+            fingerprint(side.weight, side.fingerprint)
 
-    monkeypatch.setattr(Segment, "publish", publish)
+    for kernel in (NativeSelective, TorchDeviceKernel):
+        monkeypatch.setattr(kernel, "publish", publish)
     section = checks.report.Section("Oracle", 60)
     checks.correctness.check_oracle(section, torch.device("cpu"), quick=True)
     assert section.failures

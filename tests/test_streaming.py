@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow
-from zenflow.runtime.segment import Segment
+from zenflow.runtime.pipeline import HostPipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -308,10 +308,25 @@ def test_the_optimizer_built_last_streams_and_the_other_is_told() -> None:
     second.close()
 
 
+@pytest.mark.covers("a gradient that is not finite", "streaming capture")
+def test_a_factor_that_makes_a_gradient_overflow_skips_the_step_whole() -> None:
+    """Each of the two is finite, and so is what the norm would be without it."""
+    model = make_model()
+    optimizer = streaming_optimizer(model)
+    before = copy.deepcopy(list(model.parameters()))
+    backward(model, 0)[0].backward()
+    model[3].weight.grad.mul_(1e30).mul_(1e30)
+    optimizer.step()
+    assert optimizer.stats.skipped
+    for one, other in zip(before, model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    optimizer.close()
+
+
 @pytest.mark.covers("ends with its process", "streaming capture")
 def test_ctrl_c_waits_until_a_gradient_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught, zeroed and trained on, as in a notebook: like a run without that backward pass."""
-    capture, count = Segment.capture, 0
+    capture, count = HostPipeline.capture, 0
 
     def interrupting(*arguments: Any) -> Any:
         nonlocal count
@@ -326,7 +341,7 @@ def test_ctrl_c_waits_until_a_gradient_is_taken(monkeypatch: pytest.MonkeyPatch)
         optimizer = streaming_optimizer(model, topk_ratio=0.2)
         for step in range(NUM_STEPS):
             if interrupted and step in (0, 4):
-                monkeypatch.setattr(Segment, "capture", interrupting)
+                monkeypatch.setattr(HostPipeline, "capture", interrupting)
                 with pytest.raises(KeyboardInterrupt):
                     backward(model, 50)[0].backward()
                 monkeypatch.undo()

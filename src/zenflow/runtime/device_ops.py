@@ -35,9 +35,10 @@ def norm(grad: Tensor, out: Tensor) -> None:
     out.copy_(torch.linalg.vector_norm(grad, dtype=torch.float32))
 
 
-def count_nonfinite(grad: Tensor, count: Tensor) -> None:
-    """Write the number of elements that are not finite (a norm may also overflow by itself)."""
-    count.copy_((~torch.isfinite(grad)).sum())
+def count_nonfinite(grad: Tensor, scale: float, count: Tensor) -> None:
+    """Write the number of elements that are not finite, or not when they are scaled."""
+    scaled = grad if scale == 1 else grad.float() * scale
+    count.copy_((~torch.isfinite(scaled)).sum())
 
 
 def score(grad: Tensor, kernel: DeviceKernel, reduce: Reduce, chosen: Tensor) -> None:

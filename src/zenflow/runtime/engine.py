@@ -112,7 +112,8 @@ class Engine:
         """Apply one step's gradients; see docs/design.md, "Exact semantics".
 
         Args:
-            gradients: those that were not absorbed since the last step; the list is emptied, so that each goes early.
+            gradients: those that were not absorbed since the last step. The list is emptied, so that
+                each can go early.
             hypers: for each parameter its group's present hyperparameters, as a sub-step whose
                 count is not set yet; its scale is what others have scaled the gradient by.
 
@@ -129,7 +130,7 @@ class Engine:
         given = [_Given(self._owners[gradient.param], gradient) for gradient in gradients]
         gradients.clear()
         norms, changed = self._observe(given)
-        if self._skips(given, norms):
+        if self._skips(given, norms, hypers):
             return
         self.edits.take(self.step_index, suspicious=changed)
         try:
@@ -309,8 +310,10 @@ class Engine:
                     shares.append(share)
         return shares
 
-    def _skips(self, given: Sequence[_Given], norms: Tensor) -> bool:
-        bad = self._nonfinite(given, norms)
+    def _skips(
+        self, given: Sequence[_Given], norms: Tensor, hypers: Mapping[Tensor, SubStep]
+    ) -> bool:
+        bad = self._nonfinite(given, norms, hypers)
         if not bad:
             return False
         _log.warning(
@@ -326,18 +329,21 @@ class Engine:
         self.stats = self.stats.of_no_work(skipped=True)
         return True
 
-    def _nonfinite(self, given: Sequence[_Given], norms: Tensor) -> list[str]:
+    def _nonfinite(
+        self, given: Sequence[_Given], norms: Tensor, hypers: Mapping[Tensor, SubStep]
+    ) -> list[str]:
         """The parameters whose gradient is not finite. (A norm may also overflow by itself.)"""
         suspects = (~torch.isfinite(norms)).nonzero().flatten().tolist()
-        absorbed = list(self._absorbed.values())
+        absorbed = list(self._absorbed.items())
         names = []
         for i in suspects:
             if i < len(absorbed):
-                name, parts = absorbed[i].name, self._parts(absorbed[i].owner)
+                param, taken = absorbed[i]
+                name, parts, scale = taken.name, self._parts(taken.owner), hypers[param].scale
             else:
                 gradient = given[i - len(absorbed)].gradient
-                name, parts = gradient.name, [gradient.grad]
-            if not self._are_finite(parts):
+                name, parts, scale = gradient.name, [gradient.grad], 1.0
+            if not self._are_finite(parts, scale):
                 names.append(name)
         return names
 
@@ -348,11 +354,11 @@ class Engine:
         assert owner.grad is not None
         return [owner.grad]
 
-    def _are_finite(self, parts: Sequence[Tensor]) -> bool:
+    def _are_finite(self, parts: Sequence[Tensor], scale: float) -> bool:
         device = self.platform.device
         for part in parts:
             count = device.empty((), torch.int64)
-            device.run(device_ops.count_nonfinite, part, count)
+            device.run(device_ops.count_nonfinite, part, scale, count)
             if device.read(count).item():
                 return False
         return True

@@ -359,5 +359,9 @@ def _restore_selection(saved: Mapping[str, Any] | None, config: ZenFlowConfig) -
         auto=auto,
         due=saved["due"],
         version=saved["version"],
-        pending=[(step, Transfer(t, t, FINISHED)) for step, t in saved["pending"]],
+        pending=[(step, _transferred(chosen.clone())) for step, chosen in saved["pending"]],
     )
+
+
+def _transferred(tensor: Tensor) -> Transfer:
+    return Transfer(tensor, tensor, FINISHED)

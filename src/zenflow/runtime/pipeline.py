@@ -161,10 +161,12 @@ class HostPipeline:
     def put_slot(self, segment: Segment, step: int, substep: SubStep, grad: Tensor) -> None:
         """Put back a saved gradient of the deferred channels, in ascending channel order."""
         assert segment.channels is not None
-        buffer = self.pool.acquire(segment.host_shape, grad.dtype)
-        buffer.zero_()
-        buffer.index_copy_(1, segment.channels.deferred_places(), grad)
-        segment.waiting.append(Slot(step, substep, buffer, FINISHED, buffer))
+        buffer = None
+        if not self.platform.link.shared:  # else slots are no buffers that return to the pool
+            buffer = self.pool.acquire(segment.host_shape, grad.dtype)
+        whole = grad.new_zeros(segment.host_shape) if buffer is None else buffer.zero_()
+        whole.index_copy_(1, segment.channels.deferred_places(), grad)
+        segment.waiting.append(Slot(step, substep, whole, FINISHED, buffer))
 
     def release_copied(self, max_bytes: int | None = None) -> None:
         """Drop what the link has finished reading; wait until at most ``max_bytes`` are left."""

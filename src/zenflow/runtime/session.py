@@ -62,7 +62,7 @@ class Session:
     @property
     def engine(self) -> Engine | None:
         """With what was loaded moved in; None before the first step."""
-        self.settle()
+        self.move_in()
         return self._engine
 
     @property
@@ -97,10 +97,10 @@ class Session:
             engine.stats = StepStats(step=loaded.step or 0)
             reference = weakref.ref(self)
             self._before_any_step = register_optimizer_step_pre_hook(
-                lambda *_: None if (session := reference()) is None else session.settle()
+                lambda *_: None if (session := reference()) is None else session.move_in()
             )
 
-    def settle(self) -> None:
+    def move_in(self) -> None:
         """Move what was loaded into the engine, if it is not there yet."""
         loaded = self._loaded
         if loaded is None:
@@ -145,7 +145,7 @@ class Session:
     def close(self) -> None:
         """Apply what is pending and end the workers."""
         with self.alone():
-            self.settle()
+            self.move_in()
             self.closed = True
             self.hooks.detach()
             if self.stream is not None:
