@@ -45,7 +45,9 @@ NEEDLESS = {
 """Statements whose wait no simulated run needs, and why."""
 
 FIRST = {
-    "checkpoint": ("resume", "resume bf16"),
+    "saving": ("resume", "resume bf16"),
+    "loading": ("resume", "resume bf16"),
+    "Weight.checksum": ("resume", "resume bf16"),
     "Segment.assemble": ("resume",),
     "Segment.restore": ("resume",),
     "settle": ("resume",),

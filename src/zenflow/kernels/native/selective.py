@@ -110,7 +110,7 @@ class NativeSelective:
         """See :func:`zenflow.core.selection.channel_energy`."""
         grad = grad.contiguous()
         row_numel = grad[0].numel()
-        energy_CK = torch.empty(row_numel)
+        energy_CK = torch.empty(row_numel, dtype=torch.float32, device="cpu")
         self._dll.zenflow_energy(
             self._isa,
             ELEMENT_TYPES[grad.dtype],
