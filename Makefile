@@ -13,13 +13,15 @@ INSTALLED := .venv/.installed
 NATIVE := $(wildcard src/zenflow/kernels/native/*.cpp src/zenflow/kernels/native/*.h \
   src/zenflow/kernels/native/build.py)
 
-.PHONY: help demo test fuzz check format-check lint types layers format hooks clean
+.PHONY: help demo test fuzz convergence convergence-report check format-check lint types layers format hooks clean
 
 help:
 	@echo "make demo    fine-tune a small language model, offline, in a few minutes"
 	@echo "make test    run the tests"
 	@echo "make check   what CI runs: format-check, lint, types, layers, test"
 	@echo "make fuzz    random sequences of calls against the oracle, for SECONDS=60"
+	@echo "make convergence         every run that has no result yet; ARGS='--jobs 2 --budget 60 --only A'"
+	@echo "make convergence-report  docs/convergence.md from the results"
 	@echo "make format  format the code and fix what can be fixed"
 	@echo "make hooks   run the quick checks before each commit"
 	@echo "make clean   remove .venv, caches and builds; trained models stay"
@@ -34,6 +36,14 @@ SECONDS ?= 60
 
 fuzz: $(INSTALLED)
 	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS)
+
+ARGS ?=
+
+convergence: $(INSTALLED)
+	$(BIN)/python -m benchmarks.convergence run $(ARGS)
+
+convergence-report: $(INSTALLED)
+	$(BIN)/python -m benchmarks.convergence report
 
 check: format-check lint types layers test
 

