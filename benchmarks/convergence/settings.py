@@ -94,15 +94,15 @@ TASKS = {
         ),
         TaskSettings(
             name="C",
-            title="a causal language model from random weights at a high learning rate",
-            steps=300,
+            title="a byte-level language model from random weights at a high learning rate",
+            steps=400,
             batch=8,
             lrs=(1e-3, 2e-3, 4e-3),
             middle=2e-3,
             seeds=3,
             decay=False,
             shape={
-                "vocab": 2048,
+                "vocab": 256,
                 "hidden": 192,
                 "intermediate": 512,
                 "layers": 4,

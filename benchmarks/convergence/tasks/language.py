@@ -92,12 +92,12 @@ class FineTuning(_Language):
 
 
 class FromScratch(_Language):
-    """Task C: documentation, from random weights."""
+    """Task C: the bytes of the documentation, from random weights."""
 
     settings = TASKS["C"]
 
     def __init__(self, cache: Path) -> None:
-        super().__init__(cache, "documentation")
+        super().__init__(cache, "bytes")
 
     def model(self, seed: int) -> nn.Module:
         return new_model(self.settings.shape, seed)

@@ -3,7 +3,7 @@
 import ast
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -47,7 +47,8 @@ def source_code() -> list[str]:
 
 
 def tokens(kind: str, cache: Path) -> tuple[Tensor, Tensor]:
-    """Token ids to train on and held out, int64, of ``"documentation"`` or ``"source"``."""
+    """Token ids to train on and held out, int64: ``"documentation"``, ``"source"``, ``"bytes"`` (of
+    the documentation)."""
     train, heldout = torch.load(cache / f"{kind}.pt")
     return train, heldout
 
@@ -60,6 +61,7 @@ def prepare_tokens(cache: Path, vocab: int) -> None:
         return
     cache.mkdir(parents=True, exist_ok=True)
     texts = {"documentation": documentation(), "source": source_code()}
+    _save("bytes", texts["documentation"], lambda part: [*part.encode(), 0], cache)
     bpe = ByteLevelBPETokenizer()
     both = [*texts["documentation"], *texts["source"]]
     bpe.train_from_iterator(
@@ -67,13 +69,14 @@ def prepare_tokens(cache: Path, vocab: int) -> None:
     )
     end = bpe.token_to_id(_END)
     for kind, parts in texts.items():
-        heldout = parts[::_HELDOUT_EVERY]
-        train = [part for i, part in enumerate(parts) if i % _HELDOUT_EVERY]
-        halves = []
-        for half in (train, heldout):
-            ids = [i for encoded in bpe.encode_batch(half) for i in (*encoded.ids, end)]
-            halves.append(torch.tensor(ids))
-        torch.save(halves, cache / f"{kind}.pt")
+        _save(kind, parts, lambda part: [*bpe.encode(part).ids, end], cache)
+
+
+def _save(kind: str, parts: list[str], encode: Callable[[str], list[int]], cache: Path) -> None:
+    halves = ([], [])
+    for i, part in enumerate(parts):
+        halves[i % _HELDOUT_EVERY == 0].extend(encode(part))
+    torch.save([torch.tensor(half) for half in halves], cache / f"{kind}.pt")
 
 
 def _modules() -> list[Path]:
