@@ -1,6 +1,7 @@
 """The convergence bench.
 
     python -m benchmarks.convergence run [--jobs 2] [--budget MINUTES] [--only A] [--only B:adamw]
+    python -m benchmarks.convergence observe [--only A] [--only staleness]
     python -m benchmarks.convergence report
     python -m benchmarks.convergence list
 
@@ -20,6 +21,11 @@ ROOT = Path(__file__).parents[2]
 
 def main() -> None:
     arguments = _parse()
+    if arguments.command == "observe":
+        from benchmarks.convergence.observations.observe import observe_all
+
+        observe_all(arguments.results, arguments.cache, arguments.only, _say)
+        return
     runs = chosen(all_runs(), arguments.only)
     if arguments.seeds is not None:
         runs = [run for run in runs if run.seed < arguments.seeds]
@@ -44,7 +50,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.convergence", description=__doc__)
-    parser.add_argument("command", choices=("run", "report", "list"))
+    parser.add_argument("command", choices=("run", "observe", "report", "list"))
     parser.add_argument("--jobs", type=int, default=1, help="processes of one thread each")
     parser.add_argument("--budget", type=float, default=math.inf, help="minutes")
     parser.add_argument("--only", action="append", default=[], metavar="TASK[:METHOD]")

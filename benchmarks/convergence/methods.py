@@ -125,6 +125,16 @@ METHODS = {
             )
             for delay in (1.0, 2.0, 3.0, 4.0)
         ),
+        *(
+            Method(
+                name=f"s{s}-momentum",
+                group="lookahead",
+                label=f"S={s}, lookahead by what momentum has decided",
+                config=_fixed(s),
+                variant=Variant(momentum=True),
+            )
+            for s in (1, 4, 8)
+        ),
         # Windows and rule
         Method(
             name="s4-together",
@@ -184,7 +194,20 @@ METHODS = {
                 label=f"S=4, full_warm_up_rounds {rounds}",
                 config=_fixed(4, full_warm_up_rounds=rounds),
             )
-            for rounds in (10, 50, 100)
+            for rounds in (10, 20, 50, 100)
+        ),
+        Method(
+            name="s4-warm-up-20-momentum",
+            group="early",
+            label="S=4, full_warm_up_rounds 20, lookahead by what momentum has decided",
+            config=_fixed(4, full_warm_up_rounds=20),
+            variant=Variant(momentum=True),
+        ),
+        Method(
+            name="s1-warm-up-20",
+            group="early",
+            label="S=1, full_warm_up_rounds 20",
+            config=_fixed(1, full_warm_up_rounds=20),
         ),
         # Clipping and dtype
         Method(

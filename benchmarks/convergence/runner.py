@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -63,7 +64,7 @@ def run_all(
     for result in results_of(results):
         estimates.add(result["task"], result["seconds"])
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(jobs, context, initializer=_begin_worker) as pool:
         started: dict[Future[dict[str, Any]], Run] = {}
         waiting = _affordable(missing, estimates, deadline_s)
         finished = 0
@@ -102,10 +103,18 @@ def _affordable(runs: list[Run], estimates: Estimates, deadline_s: float) -> Ite
             yield run
 
 
-def _one_thread() -> None:
+def _begin_worker() -> None:
+    """One compute thread; and a process whose parent was stopped ends with it."""
     import torch
 
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 _tasks: dict[str, Any] = {}

@@ -75,12 +75,12 @@ TASKS = {
             title="fine-tuning of a pretrained causal language model to source code",
             steps=300,
             batch=8,
-            lrs=(2e-4, 5e-4, 1e-3),
-            middle=5e-4,
+            lrs=(5e-4, 1e-3, 2e-3),
+            middle=1e-3,
             seeds=3,
             warmup=10,
             shape={"pretraining": PRETRAINING, "length": 64, "heldout": 128},
-            expected_s=75,
+            expected_s=60,
         ),
         TaskSettings(
             name="B",
@@ -115,7 +115,7 @@ TASKS = {
                 "length": 32,
                 "heldout": 256,
             },
-            expected_s=45,
+            expected_s=35,
         ),
     )
 }

@@ -19,11 +19,14 @@ class Variant:
     Attributes:
         together: all windows end in the same steps, as in the published implementation.
         delay: steps that published weights are extrapolated by.
+        momentum: extrapolate by the part of the next updates that momentum has already decided,
+            see :func:`decided_steps`.
         trace: ``(first step, interval)`` of each update interval, instead of Zen-auto's choices.
     """
 
     together: bool | None = None
     delay: float | None = None
+    momentum: bool | None = None
     trace: tuple[tuple[int, int], ...] | None = None
 
 
@@ -50,18 +53,33 @@ class VariantAdamW(zenflow.ZenFlowAdamW):
             for table in engine.pipeline.tables:
                 num_segments = len(table.segments)
                 table.phases = lambda _, count=num_segments: [0] * count
-        if self._variant.delay is not None:
-            _look_ahead_by(engine, self._variant.delay)
+        start_sweep, variant = engine.pipeline.start_sweep, self._variant
+
+        def started(segment: Segment, delay: float) -> None:
+            if delay and variant.delay is not None:
+                delay = variant.delay
+            if delay and variant.momentum:
+                last = segment.waiting[-1].substep
+                delay = decided_steps(delay, last.beta1, last.step)
+            start_sweep(segment, delay)
+
+        engine.pipeline.start_sweep = started
         return engine
 
 
-def _look_ahead_by(engine: Engine, steps: float) -> None:
-    start_sweep = engine.pipeline.start_sweep
+def decided_steps(delay: float, beta1: float, step: int) -> float:
+    """How many times the last update the next ``delay`` updates will be if their gradients are zero
+    on average.
 
-    def started(segment: Segment, delay: float) -> None:
-        start_sweep(segment, steps if delay else 0.0)
-
-    engine.pipeline.start_sweep = started
+    The first moment then falls by ``beta1`` a step, and its bias correction by a known factor: early in
+    training, an update is mostly the last gradient's sign, and the next ones repeat little of it.
+    """
+    total, j = 0.0, 1
+    while delay > 0:
+        share = beta1**j * (1 - beta1**step) / (1 - beta1 ** (step + j))
+        total += min(delay, 1.0) * share
+        delay, j = delay - 1, j + 1
+    return total
 
 
 def param_norm(params: Iterable[Tensor]) -> float:

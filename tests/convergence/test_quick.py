@@ -1,8 +1,7 @@
 """ZenFlow learns like AdamW, and this test would notice if it did not.
 
-The figures behind the bounds are means of two seeds at S=4, held-out loss above AdamW's. Sound: 0.025 at the low
-and
-0.037 at the high learning rate. Broken: at least 0.139 at one of the two.
+The figures behind the bounds are means of two seeds at S=4, held-out loss above AdamW's. Sound: 0.025 at
+the low and 0.037 at the high learning rate. Broken: at least 0.139 at one of the two.
 """
 
 import functools

@@ -71,7 +71,7 @@ def gap_plot(results: Results, task: str) -> str:
     return svg.dots(
         f"Task {task}: what each method costs, lr {lr:g}",
         rows,
-        x_label="held-out loss above the baseline's, mean and standard deviation over seeds",
+        x_label="held-out loss above the baseline's",
     )
 
 

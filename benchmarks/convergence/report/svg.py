@@ -47,7 +47,7 @@ class Axis:
             steps = (1,) if self.high - self.low > 2.5 else (1, 2, 5)
             candidates = [m * 10.0**e for e in exponents for m in steps]
             return [v for v in candidates if self.low <= math.log10(v) <= self.high]
-        rough = (self.high - self.low) / 5
+        rough = (self.high - self.low) / 8
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
         first = math.ceil(self.low / step)
