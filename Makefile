@@ -14,8 +14,8 @@ INSTALLED := .venv/.installed
 NATIVE := $(wildcard src/zenflow/kernels/native/*.cpp src/zenflow/kernels/native/*.h \
   src/zenflow/kernels/native/build.py)
 
-.PHONY: help demo test fuzz soak gpu-check check format-check lint types layers format hooks clean \
-  bench bench-kernel bench-overlap bench-train bench-memory deepspeed
+.PHONY: help demo test fuzz soak gpu-check convergence convergence-report check format-check lint types layers format \
+  hooks clean bench bench-kernel bench-overlap bench-train bench-memory deepspeed
 
 help:
 	@echo "make demo    fine-tune a small language model, offline, in a few minutes"
@@ -24,6 +24,8 @@ help:
 	@echo "make fuzz    random sequences of calls against the oracle, for SECONDS=60"
 	@echo "make soak    long runs that fail if memory, threads or file descriptors grow; some minutes"
 	@echo "make gpu-check  correctness, races, speed and memory on a GPU (no .venv: PYTHON needs torch)"
+	@echo "make convergence         every run that has no result yet; ARGS='--jobs 2 --budget 60 --only A'"
+	@echo "make convergence-report  docs/convergence.md from the results"
 	@echo "make format  format the code and fix what can be fixed"
 	@echo "make hooks   run the quick checks before each commit"
 	@echo "make bench   every report of benchmarks/results; bench-kernel, bench-overlap, bench-train,"
@@ -48,6 +50,14 @@ soak: $(INSTALLED)
 # Without .venv: an interpreter with torch for the GPU that is there is enough.
 gpu-check:
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
+
+ARGS ?=
+
+convergence: $(INSTALLED)
+	$(BIN)/python -m benchmarks.convergence run $(ARGS)
+
+convergence-report: $(INSTALLED)
+	$(BIN)/python -m benchmarks.convergence report
 
 check: format-check lint types layers test
 

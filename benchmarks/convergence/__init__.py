@@ -1,0 +1,1 @@
+"""How close ZenFlow stays to AdamW: tasks, methods, a resumable runner and a report."""
