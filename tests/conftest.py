@@ -1,6 +1,7 @@
 """What tests share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+NUMBERS_ONLY = ("backends", "fuzz", "oracle", "simulated", "test_adamw_equality.py")
+
+
+@pytest.fixture(autouse=True)
+def no_search_for_modules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where parameters are in no module, looking for one among the objects of a whole test run takes
+    longer than the test, thousands of times."""
+    if request.path.relative_to(Path(__file__).parent).parts[0] in NUMBERS_ONLY:
+        monkeypatch.setattr("zenflow.optimizer.modules_over", lambda params: [])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

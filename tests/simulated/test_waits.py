@@ -57,6 +57,8 @@ FIRST = {
     "_lost_print": ("edits",),
     "captured": ("streaming over a slow link", "streaming"),
     "captured_parts": ("streaming large gradients",),
+    "_hold:done": ("streaming over a slow link", "streaming in little room"),
+    "release_copied:done": ("streaming over a slow link", "streaming in little room"),
     "release_copied:wait": ("streaming in little room",),
     "publish_in_flight": ("synchronous", "no lookahead"),
     "_n": ("skips",),
