@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel import hardware
 from torch import Tensor, nn
 
 from zenflow.backends.device import CpuDevice
 from zenflow.backends.device_kernel import DeviceKernel
 from zenflow.backends.host_kernel import KERNEL_VARIABLE
+from zenflow.cli.bench.report import allowed_cores, cpu_name
 from zenflow.kernels.selective import DeviceSide, Look
 from zenflow.optimizer import ZenFlowAdamW
 from zenflow.runtime.platform import Platform
@@ -227,7 +227,7 @@ def main() -> None:
         "",
         f"- Command: `python {' '.join(sys.argv)}`",
         f"- Date: {datetime.date.today()}",
-        f"- Hardware: {hardware()}, {len(os.sched_getaffinity(0))} cores allowed, one used",
+        f"- Hardware: {cpu_name()}, {allowed_cores()} cores allowed, one used",
         f"- Versions: {machine.system()} {machine.machine()}, Python {machine.python_version()}, "
         f"torch {torch.__version__}",
         f"- Load average before and after: {load:.2f}, {os.getloadavg()[0]:.2f}",
