@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from small import HIGH_LR, LOW_LR
 from torch import Tensor
 
 import zenflow
@@ -87,13 +86,13 @@ def _forgetful(segment: Segment) -> Segment:
     return _ForgetfulSegment(*parts)
 
 
-BROKEN: dict[str, tuple[float, Callable[..., Any]]] = {
-    "slots are dropped": (LOW_LR, with_kernel(drops_slots=True)),
+BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
+    "slots are dropped": ("low lr", with_kernel(drops_slots=True)),
     "one step with the mean, not one for each gradient": (
-        LOW_LR,
+        "low lr",
         with_kernel(takes_one_step=True),
     ),
-    "lookahead has the wrong sign": (HIGH_LR, with_kernel(looks_back=True)),
-    "moments are zeroed at a handover": (HIGH_LR, ForgetsAtHandover),
+    "lookahead has the wrong sign": ("high lr", with_kernel(looks_back=True)),
+    "moments are zeroed at a handover": ("many handovers", ForgetsAtHandover),
 }
-"""What is wrong, the learning rate at which it shows, and an optimizer with that fault."""
+"""What is wrong, the setting of ``test_quick.py`` in which it shows, and an optimizer with that fault."""

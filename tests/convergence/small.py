@@ -12,8 +12,6 @@ from torch.nn import functional
 LENGTH, BATCH, STEPS, WIDTH = 32, 16, 160, 64
 HELDOUT_WINDOWS = 128
 SEEDS = (0, 1)
-LOW_LR, HIGH_LR = 5e-4, 3e-3
-"""Where too few or too small updates show, and where too large or too late ones do."""
 
 
 class Text(NamedTuple):
