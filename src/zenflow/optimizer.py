@@ -16,6 +16,7 @@ from zenflow.runtime.gradients import take_gradient
 from zenflow.runtime.memory import check_host_memory
 from zenflow.runtime.model_hooks import has_trainer, modules_over, names_in
 from zenflow.runtime.platform import Platform, choose_platform
+from zenflow.runtime.processes import check_processes
 from zenflow.runtime.session import Session
 from zenflow.runtime.stages import staged
 from zenflow.runtime.stats import StepStats
@@ -79,6 +80,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         model: nn.Module | None = None,
     ) -> None:
         self._config = ZenFlowConfig.of(config)
+        check_processes(self._config)
         self._session = Session()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
@@ -338,6 +340,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return self._engine
 
     def _new_engine(self) -> Engine:
+        check_processes(self._config)  # again: the process group may be younger than this optimizer
         engine = Engine(self._make_platform(self._one_device()), self._config)
         for batch in self._session.batches:
             self._add_to(engine, batch)

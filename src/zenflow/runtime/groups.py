@@ -86,13 +86,22 @@ def check_group(group: Group, number: int) -> None:
     _refuse_options(group, (*_OTHER_RULES, *_OTHER_WAYS), where)
     _check_hyperparameters(group, where)
     for position, param in enumerate(group["params"]):
-        if param.dtype not in _DTYPES:
+        problem = _problem_of(param)
+        if problem:
             names = group.get("param_names")
             name = str(names[position]) if names else _place(group, number, position)
-            raise ValueError(
-                f"{name} is {param.dtype}; "
-                "ZenFlowAdamW trains float32, bfloat16 and float16 weights"
-            )
+            raise ValueError(f"{name} is {problem}")
+
+
+def _problem_of(param: Tensor) -> str:
+    if param.dtype not in _DTYPES:
+        return f"{param.dtype}; ZenFlowAdamW trains float32, bfloat16 and float16 weights"
+    if hasattr(param, "device_mesh"):  # importing the class takes longer than the rest of zenflow
+        return (
+            "a DTensor, as FSDP and tensor parallelism make it; ZenFlowAdamW trains whole weights: use "
+            "DistributedDataParallel, or no wrapper"
+        )
+    return ""
 
 
 def check_saved_group(group: Mapping[str, Any], number: int) -> None:
