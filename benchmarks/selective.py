@@ -2,9 +2,9 @@
 
     python benchmarks/selective.py [--output benchmarks/results/selective_NAME_DATE.md]
 
-Two optimizers over models of the same shape, one with the native kernel and one with plain torch, take
-turns, so that what else the machine does meets both alike; medians are compared. Times are the
-training thread's processor time. Workers are waited for outside of the steps.
+Three optimizers over models of the same shape take turns, so that what else the machine does meets all
+alike: the native kernel with a worker's help, without, and plain torch. Medians of wall time are
+compared. Sweeps are waited for outside of the steps.
 """
 
 import argparse
@@ -55,9 +55,9 @@ class TimedDevice(CpuDevice):
         self.seconds: dict[str, float] = defaultdict(float)
 
     def run(self, function: Callable[..., None], *args: Any) -> None:
-        begin = time.thread_time()
+        begin = time.perf_counter()
         function(*args)
-        self.seconds[function.__name__.strip("_")] += time.thread_time() - begin
+        self.seconds[function.__name__.strip("_")] += time.perf_counter() - begin
 
 
 class TwoLooks:
@@ -95,7 +95,7 @@ class TimedAdamW(ZenFlowAdamW):
 class Contender:
     """An optimizer and its model of equal square matrices."""
 
-    def __init__(self, kernel: str, options: argparse.Namespace) -> None:
+    def __init__(self, kernel: str, options: argparse.Namespace, *, helped: bool = False) -> None:
         os.environ[KERNEL_VARIABLE] = kernel
         size = options.size
         self.params = [
@@ -115,6 +115,9 @@ class Contender:
         self.seconds: dict[str, list[float]] = defaultdict(list)
         try:
             self.step()  # chooses the kernel
+            device_kernel = self.optimizer._running_engine().platform.device_kernel
+            if not helped and kernel != "torch":
+                device_kernel._kernel._invite = None
         finally:
             del os.environ[KERNEL_VARIABLE]
 
@@ -130,13 +133,13 @@ class Contender:
         engine = self.optimizer._running_engine()
         for segment in engine.pipeline.segments:
             if segment.sweep is not None:
-                segment.sweep.task.wait()
+                segment.sweep.await_weights()
         device = engine.platform.device
         assert isinstance(device, TimedDevice)
         device.seconds.clear()
-        begin = time.thread_time()
+        begin = time.perf_counter()
         self.optimizer.step()
-        elapsed = time.thread_time() - begin
+        elapsed = time.perf_counter() - begin
         if self.steps > WARM_UP_STEPS:
             parts = {name: device.seconds.get(name, 0.0) for name in DEVICE_PARTS}
             known = sum(parts.values())
@@ -177,23 +180,23 @@ def copy_gb_per_s(numel: int, repeats: int) -> float:
     target = torch.zeros_like(source)
     times = []
     for _ in range(repeats):
-        begin = time.thread_time()
+        begin = time.perf_counter()
         target.copy_(source)
-        times.append(time.thread_time() - begin)
+        times.append(time.perf_counter() - begin)
     return 4e-9 * numel / statistics.median(times)
 
 
-def table(native: Contender, plain: Contender, interval: int) -> list[str]:
-    moved = bytes_moved(native.sides, interval)
+def table(contenders: dict[str, Contender], interval: int) -> list[str]:
+    moved = bytes_moved(next(iter(contenders.values())).sides, interval)
     moved["step"] = sum(moved.values())
-    lines = ["| part | native, ms | torch, ms | MB | native GB/s |", "|---|---|---|---|---|"]
+    columns = ["part", *(f"{name}, ms" for name in contenders), "MB"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for part, words in PARTS.items():
-        ours, theirs = native.median_ms(part), plain.median_ms(part)
-        if part not in moved and max(ours, theirs) < 0.01:
+        times = [contender.median_ms(part) for contender in contenders.values()]
+        if part not in moved and max(times) < 0.01:
             continue
-        traffic = moved.get(part)
-        speed = "|" if traffic is None else f"{traffic / MB:.0f} | {traffic / MB / ours:.1f}"
-        lines.append(f"| {words} | {ours:.2f} | {theirs:.2f} | {speed} |")
+        traffic = f"{moved[part] / MB:.0f}" if part in moved else ""
+        lines.append(f"| {words} | {' | '.join(f'{t:.2f}' for t in times)} | {traffic} |")
     return lines
 
 
@@ -213,13 +216,17 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    native = Contender(options.kernel or "", options)
-    plain = Contender("torch", options)
+    contenders = {
+        "native and a helper": Contender(options.kernel or "", options, helped=True),
+        "native": Contender(options.kernel or "", options),
+        "torch": Contender("torch", options),
+    }
+    native = contenders["native"]
     kernel = native.optimizer._running_engine().platform.kernel.name
     gc.disable()
     for _ in range(WARM_UP_STEPS + options.repeats):
-        native.step()
-        plain.step()
+        for contender in contenders.values():
+            contender.step()
     gc.enable()
     numel = options.matrices * options.size**2
     report = [
@@ -227,7 +234,7 @@ def main() -> None:
         "",
         f"- Command: `python {' '.join(sys.argv)}`",
         f"- Date: {datetime.date.today()}",
-        f"- Hardware: {cpu_name()}, {allowed_cores()} cores allowed, one used",
+        f"- Hardware: {cpu_name()}, {allowed_cores()} cores allowed",
         f"- Versions: {machine.system()} {machine.machine()}, Python {machine.python_version()}, "
         f"torch {torch.__version__}",
         f"- Load average before and after: {load:.2f}, {os.getloadavg()[0]:.2f}",
@@ -240,15 +247,15 @@ def main() -> None:
         "- MB: what a part has to move, in whole cache lines where it writes columns; a line that is "
         "written is read first",
         "",
-        *table(native, plain, options.interval),
+        *table(contenders, options.interval),
         "",
     ]
     text = "\n".join(report)
     sys.stdout.write(text)
     if options.output:
         options.output.write_text(text)
-    native.optimizer.close()
-    plain.optimizer.close()
+    for contender in contenders.values():
+        contender.optimizer.close()
 
 
 if __name__ == "__main__":

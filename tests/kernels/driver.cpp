@@ -17,15 +17,20 @@ const char* zenflow_isa_name(int isa);
 int zenflow_isa_runs_here(int isa);
 void zenflow_sweep(int isa, int grad_type, int weight_type, const zenflow::SweepArgs* args);
 void zenflow_take(
-    int isa, size_t n, const zenflow::Side* sides, const void* const* grads, uint8_t* finite);
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, const void* const* grads,
+    uint8_t* finite);
 void zenflow_all_finite(
-    int isa, size_t n, const void* const* grads, const size_t* numels, const int32_t* types, uint8_t* finite);
+    int isa, zenflow::Turns* turns, size_t n, const void* const* grads, const size_t* numels,
+    const int32_t* types, uint8_t* finite);
 void zenflow_update(
-    int isa, size_t n, const zenflow::Side* sides, const void* const* grads, const int32_t* which,
-    const zenflow::Coefficients* coefficients);
-void zenflow_publish(int isa, size_t n, const zenflow::Side* sides, const void* const* staged);
-size_t zenflow_num_changed(int isa, size_t n, const zenflow::Side* sides);
-size_t zenflow_num_different(int isa, size_t n, const zenflow::Side* sides);
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, const void* const* grads,
+    const int32_t* which, const zenflow::Coefficients* coefficients);
+void zenflow_publish(
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, const void* const* staged);
+void zenflow_num_changed(
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, size_t* count);
+void zenflow_num_different(
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, size_t* count);
 void zenflow_energy(
     int isa, int grad_type, const void* grad, size_t num_rows, size_t row_numel, size_t block_rows,
     float* energy);
@@ -147,7 +152,8 @@ struct SideCase {
     energy.resize(side.row_numel * 4);
   }
 
-  void run(int isa) {
+  // The side with pointers to where this case now is.
+  const zenflow::Side& placed() {
     auto floats = [](Bytes& bytes) { return reinterpret_cast<float*>(bytes.data()); };
     side.weight = weight.data();
     side.channels = channels.empty() ? nullptr : channels.data();
@@ -158,27 +164,35 @@ struct SideCase {
     side.is_selected = channels.empty() ? nullptr : is_selected.data();
     side.fingerprint = fingerprint.data();
     side.deferred_lanes = deferred_lanes.data();
+    return side;
+  }
+
+  void run(int isa) {
+    placed();
     const void *whole = grad.data(), *selected = selected_grad.data(), *rows = staged.data();
+    size_t changed[2] = {}, different = 0;
     const Coefficients c = {0.37f, 0.9999f, 0.9f, 0.1f, 0.999f, 0.001f, 10.0f, 1e-8f, 1e-3f};
     const int32_t first = 0;
     const size_t numel = side.num_rows * side.row_numel;
     uint8_t finite[2] = {};
-    zenflow_all_finite(isa, 1, &whole, &numel, &side.grad_type, finite);
+    zenflow_all_finite(isa, nullptr, 1, &whole, &numel, &side.grad_type, finite);
     if (side.channels) {
-      zenflow_take(isa, 1, &side, &whole, finite + 1);
-      zenflow_update(isa, 1, &side, &selected, &first, &c);
+      zenflow_take(isa, nullptr, 1, &side, &whole, finite + 1);
+      zenflow_update(isa, nullptr, 1, &side, &selected, &first, &c);
     }
-    zenflow_publish(isa, 1, &side, &rows);
-    counts = {finite[0], finite[1], zenflow_num_changed(isa, 1, &side)};
+    zenflow_publish(isa, nullptr, 1, &side, &rows);
+    zenflow_num_changed(isa, nullptr, 1, &side, &changed[0]);
     for (int64_t& sum : fingerprint) sum ^= 1;
-    counts.push_back(zenflow_num_changed(isa, 1, &side));
-    zenflow_energy(isa, side.grad_type, whole, side.num_rows, side.row_numel, 8, floats(energy));
+    zenflow_num_changed(isa, nullptr, 1, &side, &changed[1]);
+    float* energies = reinterpret_cast<float*>(energy.data());
+    zenflow_energy(isa, side.grad_type, whole, side.num_rows, side.row_numel, 8, energies);
     zenflow::Side resident = side;  // its masters are what the state has of them
     std::vector<float> masters(numel, 0.5f);
     resident.master = masters.data();
     resident.row_stride = 0;
     resident.weight = staged.data();
-    counts.push_back(zenflow_num_different(isa, 1, &resident));
+    zenflow_num_different(isa, nullptr, 1, &resident, &different);
+    counts = {finite[0], finite[1], changed[0], changed[1], different};
   }
 };
 
@@ -209,6 +223,40 @@ size_t compare(int isa, int portable, unsigned seed) {
   return count;
 }
 
+// One batch, carried out by several threads that share it.
+size_t run_batch(int isa, int num_threads, std::vector<SideCase>& batch) {
+  std::vector<zenflow::Side> sides;
+  std::vector<const void*> staged;
+  for (SideCase& each : batch) {
+    sides.push_back(each.placed());
+    staged.push_back(each.staged.data());
+  }
+  zenflow::Turns turns[2] = {};
+  size_t changed = 0;
+  const auto work = [&] {
+    zenflow_publish(isa, &turns[0], sides.size(), sides.data(), staged.data());
+    zenflow_num_changed(isa, &turns[1], sides.size(), sides.data(), &changed);
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i < num_threads; ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
+  return changed;
+}
+
+size_t compare_batches(int isa) {
+  std::mt19937 random(5);
+  size_t count = 0;
+  for (int repeat = 0; repeat < 50; ++repeat) {
+    std::vector<SideCase> shared;
+    for (int i = 0; i < 20; ++i) shared.emplace_back(random);
+    std::vector<SideCase> alone = shared;
+    count += run_batch(isa, 3, shared) != run_batch(isa, 1, alone);
+    for (size_t i = 0; i < shared.size(); ++i) count += num_different(shared[i], alone[i]);
+  }
+  return count;
+}
+
 }  // namespace
 
 int main() {
@@ -217,8 +265,9 @@ int main() {
   size_t total = 0;
   for (int isa = 0; isa <= portable; ++isa) {
     if (!zenflow_isa_runs_here(isa)) continue;
-    size_t counts[5] = {};
+    size_t counts[6] = {};
     counts[4] = compare(isa, portable, 4);
+    counts[5] = compare_batches(isa);
     std::vector<std::thread> threads;
     for (unsigned i = 0; i < 4; ++i) {
       threads.emplace_back([&counts, isa, portable, i] { counts[i] = compare(isa, portable, i); });

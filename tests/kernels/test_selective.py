@@ -1,6 +1,7 @@
 """The native selective path equals torch's bit for bit, for each instruction set of this CPU."""
 
 import itertools
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -331,3 +332,51 @@ def test_an_empty_batch(isa: str) -> None:
     kernel.gather([])
     kernel.update([])
     kernel.publish([])
+
+
+@pytest.mark.parametrize("num_helpers", [0, 1, 3])
+def test_a_batch_is_shared_with_those_who_are_free(num_helpers: int) -> None:
+    """Every item once, whoever comes; one who comes late finds nothing to do."""
+    torch.manual_seed(0)
+    isa = LIBRARY.usable[0]
+    alone = NativeSelective(LIBRARY, isa)
+    jobs: list[Callable[[], None]] = []
+    threads: list[threading.Thread] = []
+
+    def invite(job: Callable[[], None]) -> None:
+        jobs.append(job)
+        for _ in range(num_helpers):
+            threads.append(threading.Thread(target=job))
+            threads[-1].start()
+
+    together = NativeSelective(LIBRARY, isa, invite)
+    sides = [make_side((64, 96), torch.bfloat16, "some") for _ in range(40)]
+    ours = [together.prepared(copy_of(side)) for side in sides]
+    theirs = [alone.prepared(copy_of(side)) for side in sides]
+    rows = [random_of(side.weight.shape, torch.bfloat16) for side in sides]
+    (coefficients,) = substeps(1)
+    for kernel, own in ((together, ours), (alone, theirs)):
+        kernel.publish([Share(side, new) for side, new in zip(own, rows, strict=True)])
+        kernel.gather([Share(side, grad) for side, grad in zip(own, rows, strict=True)])
+        kernel.update([Update(side, side.selected_grad, coefficients) for side in own])
+        changed = own[3].weight[:, ~own[3].is_selected]
+        own[3].weight[:, ~own[3].is_selected] = changed + 1
+    watched = seen(together, look(watched=ours))
+    assert watched == seen(alone, look(watched=theirs))
+    assert watched[0] > 0
+    for job in jobs:
+        job()
+    for thread in threads:
+        thread.join()
+    for one, other in zip(ours, theirs, strict=True):
+        assert_same_sides(one, other)
+    assert len(jobs) == 4
+
+
+def test_nobody_is_called_for_a_few_items() -> None:
+    def invite(job: Callable[[], None]) -> None:
+        raise AssertionError("called")
+
+    kernel = NativeSelective(LIBRARY, LIBRARY.usable[0], invite)
+    side = kernel.prepared(make_side((24, 40), torch.bfloat16, "some"))
+    kernel.publish([Share(side, random_of((24, 40), torch.bfloat16))])

@@ -1,5 +1,6 @@
 """A sweep that fails or a worker that dies, wherever the training thread happens to be."""
 
+import functools
 import gc
 import logging
 import threading
@@ -144,7 +145,7 @@ def test_a_thread_that_dies_with_its_task_is_noticed_by_who_waits() -> None:
         entered.set()
         leave.wait()
 
-    task = workers.submit(die)
+    (task,) = workers.submit([die])
     task._finished = _Never()
     entered.wait()
     workers._queue.put(None)
@@ -182,9 +183,15 @@ def test_slow_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer.close()
 
 
-def test_jobs_of_several_threads_all_end_and_keep_their_results() -> None:
+@pytest.mark.parametrize("together", [1, 7])
+def test_jobs_of_several_threads_all_end_and_keep_their_results(together: int) -> None:
     workers = ThreadWorkers(3)
-    tasks = [workers.submit(lambda i=i: i * i) for i in range(200)]
+    jobs = [lambda i=i: i * i for i in range(210)]
+    tasks = [
+        task
+        for first in range(0, len(jobs), together)
+        for task in workers.submit(jobs[first : first + together])
+    ]
     for number, task in enumerate(tasks):
         task.wait()
         assert task.done()
@@ -193,6 +200,47 @@ def test_jobs_of_several_threads_all_end_and_keep_their_results() -> None:
     workers.close()
     workers.close()
     workers.check()
+
+
+def test_jobs_given_together_run_in_order_in_one_worker_and_fail_alone() -> None:
+    workers = ThreadWorkers(3)
+    ran: list[tuple[int, str]] = []
+
+    def job(number: int) -> None:
+        ran.append((number, threading.current_thread().name))
+        if number == 1:
+            raise KeyError("no")
+
+    first, failed, last = workers.submit([functools.partial(job, number) for number in range(3)])
+    last.wait()
+    first.wait()
+    with pytest.raises(KeyError):
+        failed.wait()
+    assert [number for number, _ in ran] == [0, 1, 2]
+    assert len({name for _, name in ran}) == 1
+    workers.close()
+
+
+def test_small_sweeps_are_handed_over_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model of many small weights, handing over costs more than sweeping."""
+    handed_over: list[int] = []
+    submit = ThreadWorkers.submit
+
+    def count(workers: ThreadWorkers, jobs: Any) -> Any:
+        if isinstance(jobs[0], SweepJob):
+            handed_over.append(sum(job.out.numel() for job in jobs))
+        return submit(workers, jobs)
+
+    monkeypatch.setattr(ThreadWorkers, "submit", count)
+    shapes = [(16, 16)] * 40 + [(512, 512)] * 2
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    config = {"update_interval": 1, "topk_ratio": 0.0}
+    optimizer = zenflow.ZenFlowAdamW(params, lr=1e-3, config=config)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert handed_over == [40 * 256 + 512 * 512, 512 * 512]
+    optimizer.close()
 
 
 def test_an_optimizer_that_is_collected_in_its_own_worker_is_closed(
@@ -233,7 +281,7 @@ def test_an_optimizer_that_is_collected_in_its_own_worker_is_closed(
 def test_each_worker_begins_with_what_it_was_told() -> None:
     began = []
     workers = ThreadWorkers(2, lambda: began.append(threading.current_thread().name))
-    tasks = [workers.submit(lambda: None) for _ in range(4)]
+    tasks = [workers.submit([lambda: None])[0] for _ in range(4)]
     for task in tasks:
         task.wait()
     workers.close()

@@ -50,7 +50,7 @@ def test_a_job_runs_in_its_workers_time():
         simulation.spend(2.0)
         return simulation.clock()
 
-    task = machine.workers.submit(job)
+    (task,) = machine.workers.submit([job])
     assert not task.done()
     assert simulation.now_s == 0.0
     task.wait()
@@ -59,7 +59,7 @@ def test_a_job_runs_in_its_workers_time():
 
 def test_a_worker_takes_one_job_after_the_other():
     machine = Machine()
-    ends = [machine.workers.submit(lambda: machine.simulation.spend(1.0)) for _ in range(3)]
+    ends = machine.workers.submit([lambda: machine.simulation.spend(1.0)] * 3)
     ends[1].wait()
     assert machine.simulation.now_s == 2.0
     assert not ends[2].effective
@@ -70,7 +70,7 @@ def test_a_worker_takes_one_job_after_the_other():
 def test_jobs_go_to_the_worker_that_is_free_first():
     machine = Machine(num_workers=2)
     seconds = [4.0, 1.0, 1.0]
-    tasks = [machine.workers.submit(lambda s=s: machine.simulation.spend(s)) for s in seconds]
+    tasks = machine.workers.submit([lambda s=s: machine.simulation.spend(s) for s in seconds])
     tasks[2].wait()
     assert [(task.start_s, task.finish_s) for task in tasks] == [(0, 4), (0, 1), (1, 2)]
     assert machine.simulation.now_s == 2.0
@@ -84,8 +84,7 @@ def test_copies_of_several_workers_cross_in_the_order_of_time():
         simulation.spend(seconds)
         return machine.link.to_device(torch.ones(SIZE), target, FINISHED)
 
-    slow = machine.workers.submit(lambda: job(4.0))
-    quick = machine.workers.submit(lambda: job(1.0))
+    slow, quick = machine.workers.submit([lambda: job(4.0), lambda: job(1.0)])
     quick.take_effect()
     slow.wait()
     slow.result.wait()
@@ -99,7 +98,7 @@ def test_a_jobs_error_is_raised_by_its_wait_alone():
     def fail() -> None:
         raise KeyError("no")
 
-    failed, fine = machine.workers.submit(fail), machine.workers.submit(lambda: 1)
+    failed, fine = machine.workers.submit([fail, lambda: 1])
     fine.wait()
     assert fine.result == 1
     with pytest.raises(KeyError):

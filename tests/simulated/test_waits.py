@@ -38,7 +38,7 @@ TIMED = "self.platform.device.mark().wait()"
 finite gradients waits as well; without it compute would pass for the step's own overhead."""
 
 NEEDLESS = {
-    "while not self._finished.wait(_LIVENESS_CHECK_S):": (
+    "while self._job is not None and (not self._finished.wait(_LIVENESS_CHECK_S)):": (
         "real threads, which the simulation replaces; tests/runtime has their tests"
     ),
 }

@@ -1,6 +1,6 @@
 """The device kernel: what one step does to whole tensors on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -67,8 +67,17 @@ class TorchDeviceKernel:
         return channel_energy(grad)
 
 
-def device_kernel(host_kernel: HostKernel, *, shares_memory: bool) -> DeviceKernel:
-    """The kernel for a device, with the instruction set of the host's kernel where it is the host."""
+def device_kernel(
+    host_kernel: HostKernel,
+    *,
+    shares_memory: bool,
+    invite: Callable[[Callable[[], None]], None] | None = None,
+) -> DeviceKernel:
+    """The kernel for a device, with the instruction set of the host's kernel where it is the host.
+
+    Args:
+        invite: gives a job to each host thread that may help where the device is the host.
+    """
     if shares_memory and isinstance(host_kernel, NativeKernel):
-        return NativeSelective(host_kernel.library, host_kernel.name)
+        return NativeSelective(host_kernel.library, host_kernel.name, invite)
     return TorchDeviceKernel()

@@ -24,6 +24,9 @@ from zenflow.runtime.weight import Weight
 
 _MAX_STREAMING_BYTES = 64 << 20
 """Gradients that streaming capture leaves on the device while the link is busy."""
+_NUMEL_TOGETHER = 1 << 18
+"""Elements that one worker sweeps in one go: a fraction of a millisecond, and some more than it costs to
+hand over a job. Larger segments go alone."""
 _DRAIN_DEPTH_PER_THREAD = 2
 """Sweeps in flight for each worker while draining: keeps workers busy and staging small."""
 
@@ -63,6 +66,7 @@ class HostPipeline:
         self.pool = BufferPool(platform.storage.buffer)
         self._copies: list[Transfer] = []
         self._to_gather: list[Share] = []
+        self._begun: list[Sweep] = []
         self._failure: BaseException | None = None
 
     @property
@@ -199,10 +203,14 @@ class HostPipeline:
         due = [segment for segment in self.due(step, interval) if segment.waiting]
         for segment in due:
             self.start_sweep(segment, 0.0 if segment.synchronous_until >= step else delay)
+        self.submit_begun()
         self._publish([segment for segment in due if segment.synchronous_until >= step])
 
     def start_sweep(self, segment: Segment, delay: float) -> None:
-        """Start the sweep of all waiting slots; without any, only write the weights again."""
+        """Start the sweep of all waiting slots; without any, only write the weights again.
+
+        :meth:`submit_begun` has to follow, at the latest when it is waited for.
+        """
         accumulate = self.config.update_rule == "accumulate"
         slots, segment.waiting = segment.waiting, []
         if slots:
@@ -227,7 +235,25 @@ class HostPipeline:
             after=FINISHED if link.shared else device.mark(),
         )
         segment.extrapolated = delay != 0
-        segment.sweep = Sweep(job, self.platform.workers.submit(job))
+        segment.sweep = Sweep(job)
+        self._begun.append(segment.sweep)
+
+    def submit_begun(self) -> None:
+        """Give the sweeps that were started to the workers, small ones together.
+
+        Not each as soon as it is made: a worker that has begun disputes the interpreter's lock.
+        """
+        begun, self._begun = self._begun, []
+        together: list[Sweep] = []
+        numel = 0
+        for sweep in begun:
+            together.append(sweep)
+            numel += sweep.job.out.numel()
+            if numel >= _NUMEL_TOGETHER or sweep is begun[-1]:
+                tasks = self.platform.workers.submit([each.job for each in together])
+                for each, task in zip(together, tasks, strict=True):
+                    each.task = task
+                together, numel = [], 0
 
     @staged("zenflow.publish")
     def publish_in_flight(self) -> None:
@@ -336,6 +362,7 @@ class HostPipeline:
         self.meter.host_finished_s = max(self.meter.host_finished_s, sweep.job.finished_s)
 
     def _await(self, segment: Segment, sweep: Sweep) -> Tensor:
+        self.submit_begun()
         try:
             with self.meter.stall():
                 return sweep.await_weights()

@@ -53,14 +53,20 @@ def choose_platform(device: torch.device, config: ZenFlowConfig) -> Platform:
     give_back: list[Callable[[], None]] = [partial(_worker_cores.give_back, bound)]
     if shares_memory and config.overlap_step:
         give_back.append(_compute_threads.leave_cores(cores.usable, num_threads))
+    workers = ThreadWorkers(num_threads, partial(_begin_worker, bound, device))
+    helpers = min(num_threads, cores.usable - 1)
     return Platform(
         device=CpuDevice() if shares_memory else AcceleratorDevice(device),
         link=SharedLink() if shares_memory else StreamLink(device),
         kernel=kernel,
-        device_kernel=device_kernel(kernel, shares_memory=shares_memory),
+        device_kernel=device_kernel(
+            kernel,
+            shares_memory=shares_memory,
+            invite=partial(_invite, workers, helpers) if helpers else None,
+        ),
         storage=RamStorage(pin=not shares_memory),
         reduce=LocalReduce(),
-        workers=ThreadWorkers(num_threads, partial(_begin_worker, bound, device)),
+        workers=workers,
         release=partial(_call_all, give_back),
     )
 
@@ -70,6 +76,12 @@ def _begin_worker(cores: Sequence[int], device: torch.device) -> None:
     if device.type != "cpu":
         # Without it, threads of a second GPU's rank make a context on the first one.
         torch.accelerator.set_device_index(device)
+
+
+def _invite(workers: HostWorkers, num: int, job: Callable[[], None]) -> None:
+    """Let so many workers take part in the training thread's work, once they have no sweep to do."""
+    for _ in range(num):
+        workers.submit([job])
 
 
 def _call_all(functions: Iterable[Callable[[], None]]) -> None:

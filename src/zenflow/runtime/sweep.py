@@ -75,10 +75,14 @@ class SweepJob:
 
 @dataclass(slots=True, eq=False)
 class Sweep:
-    """A sweep in flight."""
+    """A sweep in flight.
+
+    Attributes:
+        task: None until it is submitted.
+    """
 
     job: SweepJob
-    task: Task
+    task: Task | None = None
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -90,6 +94,7 @@ class Sweep:
         Raises:
             whatever the sweep raised.
         """
+        assert self.task is not None
         self.task.wait()
         transfer: Transfer = self.task.result
         return transfer.wait()

@@ -3,9 +3,9 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -32,12 +32,13 @@ class Task(Protocol):
 
 
 class HostWorkers(Protocol):
-    """Three methods: hand over a job, see what went wrong, end."""
+    """Three methods: hand over jobs, see what went wrong, end."""
 
     num_threads: int
 
-    def submit(self, job: Callable[[], Any]) -> Task:
-        """Run ``job`` after all jobs submitted before it have started. Training thread only."""
+    def submit(self, jobs: Sequence[Callable[[], Any]]) -> Sequence[Task]:
+        """Let one worker run ``jobs``, one after the other, after all jobs submitted before them have
+        started. A wait for one may last until all are done, so together they should be short."""
         ...
 
     def check(self) -> None:
@@ -50,14 +51,20 @@ class HostWorkers(Protocol):
 
 
 class ThreadTask(Generic[T]):
-    """A job's outcome, set by the worker that ran it."""
+    """A job's outcome, set by the worker that ran it.
+
+    Args:
+        finished: set once the worker is done with all that was submitted together.
+    """
 
     result: T
 
-    def __init__(self, job: Callable[[], T], workers: "ThreadWorkers") -> None:
+    def __init__(
+        self, job: Callable[[], T], workers: "ThreadWorkers", finished: threading.Event
+    ) -> None:
         self._job: Callable[[], T] | None = job
         self._workers = workers
-        self._finished = threading.Event()
+        self._finished = finished
         self._error: BaseException | None = None
         self._failed = ""
 
@@ -79,14 +86,13 @@ class ThreadTask(Generic[T]):
         finally:
             self._job = None
             del job
-            self._finished.set()
 
     def done(self) -> bool:
-        return self._finished.is_set()
+        return self._job is None
 
     def wait(self) -> None:
         begin_s = reported_s = time.monotonic()
-        while not self._finished.wait(_LIVENESS_CHECK_S):
+        while self._job is not None and not self._finished.wait(_LIVENESS_CHECK_S):
             self._workers.check()
             if time.monotonic() - reported_s >= _REPORT_EVERY_S:
                 reported_s = time.monotonic()
@@ -102,6 +108,13 @@ class ThreadTask(Generic[T]):
             raise WorkerDied(f"{self.description} was ended by {self._error!r}") from self._error
 
 
+class _Batch(NamedTuple):
+    """What one worker runs in one go."""
+
+    tasks: list[ThreadTask[Any]]
+    finished: threading.Event
+
+
 class ThreadWorkers:
     """Daemon threads behind one queue. They hold nothing but the job they run.
 
@@ -112,7 +125,7 @@ class ThreadWorkers:
 
     def __init__(self, num_threads: int, begin: Callable[[], None] | None = None) -> None:
         self.num_threads = num_threads
-        self._queue: SimpleQueue[ThreadTask[Any] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Batch | None] = SimpleQueue()
         self._closed = False
         self._running: dict[str, tuple[ThreadTask[Any], float]] = {}
         self._threads = [
@@ -127,10 +140,11 @@ class ThreadWorkers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Callable[[], T]) -> ThreadTask[T]:
-        task = ThreadTask(job, self)
-        self._queue.put(task)
-        return task
+    def submit(self, jobs: Sequence[Callable[[], T]]) -> list[ThreadTask[T]]:
+        finished = threading.Event()
+        tasks = [ThreadTask(job, self, finished) for job in jobs]
+        self._queue.put(_Batch(tasks.copy(), finished))
+        return tasks
 
     def check(self) -> None:
         dead = [thread.name for thread in self._threads if not thread.is_alive()]
@@ -168,7 +182,7 @@ def in_worker() -> bool:
 
 
 def _work(
-    queue: "SimpleQueue[ThreadTask[Any] | None]",
+    queue: "SimpleQueue[_Batch | None]",
     running: dict[str, tuple[ThreadTask[Any], float]],
     begin: Callable[[], None] | None,
 ) -> None:
@@ -176,8 +190,13 @@ def _work(
     name = threading.current_thread().name
     if begin is not None:
         begin()
-    while (task := queue.get()) is not None:
-        running[name] = task, time.time()
-        task.run()
-        del task
-        del running[name]
+    while (batch := queue.get()) is not None:
+        batch.tasks.reverse()
+        while batch.tasks:
+            task = batch.tasks.pop()
+            running[name] = task, time.time()
+            task.run()
+            del task
+            del running[name]
+        batch.finished.set()
+        del batch

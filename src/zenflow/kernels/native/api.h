@@ -58,6 +58,12 @@ struct Side {
   int32_t padding;
 };
 
+// How far a batch is that several threads share. Both are 0 before.
+struct Turns {
+  size_t taken;  // items that some thread has begun, and the vain tries to begin one more
+  size_t done;
+};
+
 // What select.cpp, compiled for one instruction set, offers; the contract is kernels/selective.py's.
 struct Select {
   // Gathers a gradient's selected channels, if any, into `selected_grad`; says whether all is finite.

@@ -1,6 +1,8 @@
 // The exported functions, and which instruction sets this machine can run.
 #include "api.h"
 
+#include <sched.h>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -62,6 +64,23 @@ constexpr Candidate kCandidates[] = {
 };
 constexpr int kNumCandidates = sizeof kCandidates / sizeof kCandidates[0];
 
+void add(size_t& count, size_t more) { __atomic_fetch_add(&count, more, __ATOMIC_RELAXED); }
+
+// Calls `each(i)` for every i below n that no other thread has taken. Without `turns` there is none.
+template <class Each>
+void share(Turns* turns, size_t n, Each each) {
+  if (!turns) {
+    for (size_t i = 0; i < n; ++i) each(i);
+    return;
+  }
+  size_t i;
+  while ((i = __atomic_fetch_add(&turns->taken, 1, __ATOMIC_RELAXED)) < n) {
+    each(i);
+    __atomic_fetch_add(&turns->done, 1, __ATOMIC_RELEASE);
+  }
+  while (__atomic_load_n(&turns->done, __ATOMIC_ACQUIRE) < n) sched_yield();
+}
+
 }  // namespace
 }  // namespace zenflow
 
@@ -87,41 +106,47 @@ ZENFLOW_EXPORT void zenflow_sweep(
 }
 
 // The selective path takes a batch in each call, because a model has hundreds of tensors and a call
-// from Python costs as much as the work on a small one.
+// from Python costs as much as the work on a small one. Threads that call with the same `turns` and the
+// same batch share it; each returns when all of it is done.
 
 ZENFLOW_EXPORT void zenflow_take(
-    int isa, size_t n, const zenflow::Side* sides, const void* const* grads, uint8_t* finite) {
-  for (size_t i = 0; i < n; ++i) finite[i] = kCandidates[isa].code->select->take(sides[i], grads[i]);
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, const void* const* grads,
+    uint8_t* finite) {
+  const auto take = kCandidates[isa].code->select->take;
+  zenflow::share(turns, n, [=](size_t i) { finite[i] = take(sides[i], grads[i]); });
 }
 
 ZENFLOW_EXPORT void zenflow_all_finite(
-    int isa, size_t n, const void* const* grads, const size_t* numels, const int32_t* types, uint8_t* finite) {
+    int isa, zenflow::Turns* turns, size_t n, const void* const* grads, const size_t* numels,
+    const int32_t* types, uint8_t* finite) {
   const auto all_finite = kCandidates[isa].code->select->all_finite;
-  for (size_t i = 0; i < n; ++i) finite[i] = all_finite(grads[i], types[i], numels[i]);
+  zenflow::share(turns, n, [=](size_t i) { finite[i] = all_finite(grads[i], types[i], numels[i]); });
 }
 
 ZENFLOW_EXPORT void zenflow_update(
-    int isa, size_t n, const zenflow::Side* sides, const void* const* grads, const int32_t* which,
-    const zenflow::Coefficients* coefficients) {
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, const void* const* grads,
+    const int32_t* which, const zenflow::Coefficients* coefficients) {
   const auto update = kCandidates[isa].code->select->update;
-  for (size_t i = 0; i < n; ++i) update(sides[i], grads[i], coefficients[which[i]]);
+  zenflow::share(turns, n, [=](size_t i) { update(sides[i], grads[i], coefficients[which[i]]); });
 }
 
 ZENFLOW_EXPORT void zenflow_publish(
-    int isa, size_t n, const zenflow::Side* sides, const void* const* staged) {
-  for (size_t i = 0; i < n; ++i) kCandidates[isa].code->select->publish(sides[i], staged[i]);
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, const void* const* staged) {
+  const auto publish = kCandidates[isa].code->select->publish;
+  zenflow::share(turns, n, [=](size_t i) { publish(sides[i], staged[i]); });
 }
 
-ZENFLOW_EXPORT size_t zenflow_num_changed(int isa, size_t n, const zenflow::Side* sides) {
-  size_t count = 0;
-  for (size_t i = 0; i < n; ++i) count += kCandidates[isa].code->select->num_changed(sides[i]);
-  return count;
+// Adds to `count`, which is 0 before.
+ZENFLOW_EXPORT void zenflow_num_changed(
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, size_t* count) {
+  const auto num_changed = kCandidates[isa].code->select->num_changed;
+  zenflow::share(turns, n, [=](size_t i) { zenflow::add(*count, num_changed(sides[i])); });
 }
 
-ZENFLOW_EXPORT size_t zenflow_num_different(int isa, size_t n, const zenflow::Side* sides) {
-  size_t count = 0;
-  for (size_t i = 0; i < n; ++i) count += kCandidates[isa].code->select->num_different(sides[i]);
-  return count;
+ZENFLOW_EXPORT void zenflow_num_different(
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, size_t* count) {
+  const auto num_different = kCandidates[isa].code->select->num_different;
+  zenflow::share(turns, n, [=](size_t i) { zenflow::add(*count, num_different(sides[i])); });
 }
 
 ZENFLOW_EXPORT void zenflow_energy(

@@ -21,16 +21,20 @@ from zenflow.kernels.selective import DeviceSide, Look, Share, Update
 _SIDE = struct.Struct("=QQQQQQQQQQQQQQQiiii")
 """``Side`` of ``api.h``."""
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_BATCH = [_POINTER, _SIZE]
+"""How far it is, where several threads share it, and how many items it has."""
 _SIGNATURES = {
-    "zenflow_take": (None, [_SIZE, ctypes.c_char_p, ctypes.c_char_p, _POINTER]),
-    "zenflow_all_finite": (None, [_SIZE, *[ctypes.c_char_p] * 3, _POINTER]),
-    "zenflow_update": (None, [_SIZE, *[ctypes.c_char_p] * 4]),
-    "zenflow_publish": (None, [_SIZE, *[ctypes.c_char_p] * 2]),
-    "zenflow_num_changed": (_SIZE, [_SIZE, ctypes.c_char_p]),
-    "zenflow_num_different": (_SIZE, [_SIZE, ctypes.c_char_p]),
-    "zenflow_energy": (None, [ctypes.c_int, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER]),
+    "zenflow_take": [*_BATCH, *[ctypes.c_char_p] * 2, _POINTER],
+    "zenflow_all_finite": [*_BATCH, *[ctypes.c_char_p] * 3, _POINTER],
+    "zenflow_update": [*_BATCH, *[ctypes.c_char_p] * 4],
+    "zenflow_publish": [*_BATCH, *[ctypes.c_char_p] * 2],
+    "zenflow_num_changed": [*_BATCH, ctypes.c_char_p, _POINTER],
+    "zenflow_num_different": [*_BATCH, ctypes.c_char_p, _POINTER],
+    "zenflow_energy": [ctypes.c_int, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER],
 }
-"""What each function returns and takes behind the number of its instruction set."""
+"""What each function takes behind the number of its instruction set."""
+_LEAST_SHARED = 8
+"""Items of a batch; fewer are done before a helper has woken up."""
 _NOT_FINITE = torch.nan
 _T = TypeVar("_T")
 
@@ -44,14 +48,18 @@ class NativeSelective:
     Args:
         library: where the code is.
         isa: one of its ``usable``.
+        invite: gives a job to each thread that may help. A job that begins late finds nothing to do.
     """
 
-    def __init__(self, library: Library, isa: str) -> None:
+    def __init__(
+        self, library: Library, isa: str, invite: Callable[[Callable[[], None]], None] | None = None
+    ) -> None:
         self._dll = library.dll
         self._isa = library.index[isa]
-        for name, (result, arguments) in _SIGNATURES.items():
+        self._invite = invite
+        for name, arguments in _SIGNATURES.items():
             function = getattr(self._dll, name)
-            function.restype, function.argtypes = result, [ctypes.c_int, *arguments]
+            function.restype, function.argtypes = None, [ctypes.c_int, *arguments]
 
     def prepared(self, side: DeviceSide) -> DeviceSide:
         """The side with its record; empty if these functions cannot serve it."""
@@ -88,8 +96,8 @@ class NativeSelective:
         which = [numbers.setdefault(id(u.coefficients), len(numbers)) for u in ours]
         table = {id(u.coefficients): u.coefficients for u in ours}
         values = [value for coefficients in table.values() for value in coefficients]
-        self._dll.zenflow_update(
-            self._isa,
+        self._do(
+            self._dll.zenflow_update,
             len(ours),
             _records(ours),
             _pointers([u.grad for u in ours]),
@@ -103,7 +111,7 @@ class NativeSelective:
         ours, others = _split(shares, _serves)
         selective.publish(others)
         rows = _pointers([share.rows for share in ours])
-        self._dll.zenflow_publish(self._isa, len(ours), _records(ours), rows)
+        self._do(self._dll.zenflow_publish, len(ours), _records(ours), rows)
         _written(ours)
 
     def energy(self, grad: Tensor) -> Tensor:
@@ -138,33 +146,54 @@ class NativeSelective:
     def _gather(self, shares: Sequence[Share]) -> "array[int]":
         finite = array("B", bytes(len(shares)))
         rows = _pointers([share.rows for share in shares])
-        self._dll.zenflow_take(self._isa, len(shares), _records(shares), rows, _address_of(finite))
+        self._do(self._dll.zenflow_take, len(shares), _records(shares), rows, finite)
         return finite
 
     def _all_finite(self, grads: list[Tensor]) -> "array[int]":
         grads = [grad if grad.is_contiguous() else grad.contiguous() for grad in grads]
         finite = array("B", bytes(len(grads)))
-        self._dll.zenflow_all_finite(
-            self._isa,
+        self._do(
+            self._dll.zenflow_all_finite,
             len(grads),
             _pointers(grads),
             array("Q", [grad.numel() for grad in grads]).tobytes(),
             array("i", [ELEMENT_TYPES[grad.dtype] for grad in grads]).tobytes(),
-            _address_of(finite),
+            finite,
         )
         return finite
 
     def _num_changed(self, watched: Sequence[DeviceSide]) -> int:
         ours = [side.record for side in watched if side.record]
         others = [side for side in watched if not side.record]
-        count: int = self._dll.zenflow_num_changed(self._isa, len(ours), b"".join(ours))
-        return count + (int(selective.num_changed(others)) if others else 0)
+        found = int(selective.num_changed(others)) if others else 0
+        return self._count(self._dll.zenflow_num_changed, ours) + found
 
     def _num_different(self, rounded: Sequence[DeviceSide]) -> int:
         ours = [side.record for side in rounded if side.record]
         others = [side for side in rounded if not side.record]
-        count: int = self._dll.zenflow_num_different(self._isa, len(ours), b"".join(ours))
-        return count + bool(others and selective.difference(others) != 0)
+        found = bool(others and selective.difference(others) != 0)
+        return self._count(self._dll.zenflow_num_different, ours) + found
+
+    def _count(self, function: Callable[..., None], records: Sequence[bytes]) -> int:
+        count = array("Q", [0])
+        self._do(function, len(records), b"".join(records), count)
+        return count[0]
+
+    def _do(
+        self, function: Callable[..., None], num: int, *arguments: "bytes | array[int]"
+    ) -> None:
+        """Carry out a batch, together with whoever is free. An array is written to."""
+        given = [_address_of(a) if isinstance(a, array) else a for a in arguments]
+        if self._invite is None or num < _LEAST_SHARED:
+            function(self._isa, None, num, *given)
+            return
+        turns = array("Q", [0, 0])
+
+        def take_part(_alive: object = (turns, arguments)) -> None:
+            function(self._isa, _address_of(turns), num, *given)
+
+        self._invite(take_part)
+        take_part()
 
 
 def _record_of_rows(side: DeviceSide) -> bytes:

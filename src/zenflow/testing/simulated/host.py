@@ -64,10 +64,12 @@ class SimulatedWorkers(Queue):
         self.num_threads = num_threads
         self.actors = [Actor(f"worker {i}") for i in range(num_threads)]
 
-    def submit(self, job: Callable[[], Any]) -> SimulatedTask:
-        task = SimulatedTask(self, job)
-        self.issue(task)
-        return task
+    def submit(self, jobs: Sequence[Callable[[], Any]]) -> list[SimulatedTask]:
+        """See ``HostWorkers.submit``; here each job goes to the worker that is free first."""
+        tasks = [SimulatedTask(self, job) for job in jobs]
+        for task in tasks:
+            self.issue(task)
+        return tasks
 
     def check(self) -> None:
         return None
