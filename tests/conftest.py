@@ -1,5 +1,6 @@
 """What tests share."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def no_search_for_modules(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     longer than the test, thousands of times."""
     if request.path.relative_to(Path(__file__).parent).parts[0] in NUMBERS_ONLY:
         monkeypatch.setattr("zenflow.optimizer.modules_over", lambda params: [])
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every later search, by the garbage collector and for modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
