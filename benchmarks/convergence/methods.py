@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.convergence.variants import Variant, VariantAdamW
 
-Group = Literal["main", "interval", "lookahead", "rule", "selection", "early", "dtype"]
+Group = Literal["main", "interval", "lookahead", "rule", "selection", "early", "shown", "dtype"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +208,22 @@ METHODS = {
             group="early",
             label="S=1, full_warm_up_rounds 20",
             config=_fixed(1, full_warm_up_rounds=20),
+        ),
+        # Deferred weights that show their gradients at once
+        *(
+            Method(
+                name=f"s{s}-k{round(100 * k)}-shown-{share:g}{'-momentum' if momentum else ''}",
+                group="shown",
+                tasks="ABC" if s == 4 and k else "AC",
+                label=f"S={s}, topk_ratio {k:g}, {share:g} of each gradient's update shown at once"
+                + (", lookahead by what momentum has decided" if momentum else ""),
+                config=_fixed(s, topk_ratio=k, full_warm_up_rounds=10, lookahead=momentum),
+                variant=Variant(provisional=share, momentum=momentum or None),
+            )
+            for s in (4, 8)
+            for k in (0.0, 0.1)
+            for share in (0.1, 0.3, 1.0)
+            for momentum in (False, True)
         ),
         # Clipping and dtype
         Method(

@@ -13,6 +13,7 @@ GROUPS = {
     "rule": "Rule and windows",
     "selection": "Selection",
     "early": "Early training",
+    "shown": "Gradients shown at once",
     "dtype": "Clipping and dtype",
 }
 _NONE = "-"
