@@ -60,9 +60,10 @@ class ZenFlowConfig:
     come. Without effect where nothing is stale."""
 
     host_threads: int | Auto = "auto"
-    """Host worker threads (>= 1), or "auto": half of the allowed cores beside an accelerator, a
-    quarter where the CPU is the device and has to compute too, all of them when synchronous; at
-    least 1 and at most 8, since few threads fill a memory bus."""
+    """Host worker threads (>= 1), or "auto": half of the allowed cores beside an accelerator, all of
+    them when synchronous or where the CPU is the device; at least 1 and at most 8, since few threads
+    fill a memory bus. Overlapped, where the CPU is the device, they run in what compute leaves of
+    the cores (on Linux, at the lowest priority)."""
 
     max_grad_norm: float | None = None
     """Bound of the global gradient norm (> 0), or None: no clipping. The factor is the one of

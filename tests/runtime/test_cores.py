@@ -1,16 +1,29 @@
 """Cores: what the system says of them, and where workers run."""
 
 import os
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
-from torch import nn
 
-import zenflow
+from zenflow import ZenFlowConfig
 from zenflow.runtime import cores as module
-from zenflow.runtime.cores import Cores, WorkerCores, bind_thread, device_node, read_cores
+from zenflow.runtime import platform as platforms
+from zenflow.runtime.cores import (
+    Cores,
+    WorkerCores,
+    bind_thread,
+    device_node,
+    let_others_first,
+    read_cores,
+)
+from zenflow.runtime.platform import Platform
+
+T = TypeVar("T")
 
 
 def machine(root: Path, siblings: list[list[int]], nodes: list[str] | None = None) -> None:
@@ -146,25 +159,59 @@ def test_the_node_of_a_device(tmp_path: Path) -> None:
 
 @pytest.mark.covers("bound cores", "fast on the host")
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no threads")
-def test_workers_are_bound_and_the_training_thread_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_beside_an_accelerator_are_bound_and_the_training_thread_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     allowed = os.sched_getaffinity(0)
     if len(read_cores().physical) < 2:
         pytest.skip("one core: workers are not bound")
-    seen: list[set[int]] = []
-    monkeypatch.setattr(
-        "zenflow.runtime.platform.bind_thread",
-        lambda cores: (bind_thread(cores), seen.append(set(os.sched_getaffinity(0)))),
-    )
-    model = nn.Linear(32, 32)
-    optimizer = zenflow.ZenFlowAdamW(model.parameters(), config={"update_interval": 1})
-    for _ in range(3):
-        model(torch.ones(1, 32)).sum().backward()
-        optimizer.step()
+    for name in ("AcceleratorDevice", "StreamLink", "RamStorage"):
+        monkeypatch.setattr(platforms, name, lambda *_, **__: None)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    platform = platforms.choose_platform(torch.device("xpu"), ZenFlowConfig())
+    found = in_worker(platform, lambda: (os.sched_getaffinity(0), priority()))
+    assert found[0] < allowed
+    assert read_cores().physical[0] not in found[0]
+    assert found[1] == priority()
     assert os.sched_getaffinity(0) == allowed
-    assert seen
-    assert all(cores < allowed and read_cores().physical[0] not in cores for cores in seen)
-    optimizer.close()
+    platform.release()
+
+
+@pytest.mark.covers("bound cores")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_workers_give_way_to_compute_only_where_they_run_beside_it(overlapped: bool) -> None:
+    before = priority(), torch.get_num_threads(), os.sched_getaffinity(0)
+    config = ZenFlowConfig(overlap_step=overlapped)
+    platform = platforms.choose_platform(torch.device("cpu"), config)
+    assert platform.workers.num_threads == min(8, read_cores().share().usable)
+    in_a_worker = in_worker(platform, lambda: (priority(), os.sched_getaffinity(0)))
+    assert in_a_worker == (19 if overlapped else before[0], before[2])
+    assert (priority(), torch.get_num_threads(), os.sched_getaffinity(0)) == before
+    platform.release()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_a_refused_priority_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(module.os, "setpriority", refuse)
+    let_others_first()
+
+
+def priority() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def in_worker(platform: Platform, job: Callable[[], T]) -> T:
+    try:
+        (task,) = platform.workers.submit([job])
+        task.wait()
+        return task.result
+    finally:
+        platform.workers.close()
 
 
 def test_a_refused_binding_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 _log = logging.getLogger("zenflow")
 _ROOT = Path("/")
+_LOWEST_PRIORITY = 19
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +177,20 @@ def bind_thread(cores: Sequence[int]) -> None:
         os.sched_setaffinity(0, cores)
     except OSError as error:
         _log.debug("workers are not bound to cores %s: %s", cores, error)
+
+
+def let_others_first() -> None:
+    """Let the calling thread run where no other wants to, if the system has priorities of threads.
+
+    Taking whole cores from compute instead would cost it more than sweeps need, and threads of equal
+    priority would hold up compute's barriers.
+    """
+    if not sys.platform.startswith("linux"):  # elsewhere it would be the whole process's
+        return
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    except OSError as error:
+        _log.debug("workers keep their priority: %s", error)
 
 
 def device_node(pci_address: str, root: Path = _ROOT) -> int | None:

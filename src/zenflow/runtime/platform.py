@@ -1,9 +1,7 @@
 """The seams of one machine, chosen once by what it can do."""
 
-import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,10 +14,15 @@ from zenflow.backends.link import Link, SharedLink, StreamLink
 from zenflow.backends.reduce import LocalReduce, Reduce
 from zenflow.backends.storage import RamStorage, Storage
 from zenflow.config import ZenFlowConfig
-from zenflow.runtime.cores import WorkerCores, bind_thread, device_node, read_cores
+from zenflow.runtime.cores import (
+    WorkerCores,
+    bind_thread,
+    device_node,
+    let_others_first,
+    read_cores,
+)
 from zenflow.runtime.workers import HostWorkers, ThreadWorkers
 
-_log = logging.getLogger("zenflow")
 _MAX_AUTO_THREADS = 8
 
 
@@ -49,11 +52,11 @@ def choose_platform(device: torch.device, config: ZenFlowConfig) -> Platform:
     kernel = choose_kernel()
     cores = read_cores().share()
     num_threads = host_threads(config, cores.usable, shares_memory=shares_memory)
-    bound = _worker_cores.take(cores, num_threads, _node_of(device)) if config.overlap_step else ()
-    give_back: list[Callable[[], None]] = [partial(_worker_cores.give_back, bound)]
-    if shares_memory and config.overlap_step:
-        give_back.append(_compute_threads.leave_cores(cores.usable, num_threads))
-    workers = ThreadWorkers(num_threads, partial(_begin_worker, bound, device))
+    bound: Sequence[int] = ()
+    if config.overlap_step and not shares_memory:
+        bound = _worker_cores.take(cores, num_threads, _node_of(device))
+    begin = partial(_begin_worker, bound, device, config.overlap_step)
+    workers = ThreadWorkers(num_threads, begin)
     helpers = min(num_threads, cores.usable - 1)
     return Platform(
         device=CpuDevice() if shares_memory else AcceleratorDevice(device),
@@ -67,26 +70,23 @@ def choose_platform(device: torch.device, config: ZenFlowConfig) -> Platform:
         storage=RamStorage(pin=not shares_memory),
         reduce=LocalReduce(),
         workers=workers,
-        release=partial(_call_all, give_back),
+        release=partial(_worker_cores.give_back, bound),
     )
 
 
-def _begin_worker(cores: Sequence[int], device: torch.device) -> None:
+def _begin_worker(cores: Sequence[int], device: torch.device, overlapped: bool) -> None:
     bind_thread(cores)
     if device.type != "cpu":
         # Without it, threads of a second GPU's rank make a context on the first one.
         torch.accelerator.set_device_index(device)
+    elif overlapped:
+        let_others_first()
 
 
 def _invite(workers: HostWorkers, num: int, job: Callable[[], None]) -> None:
     """Let so many workers take part in the training thread's work, once they have no sweep to do."""
     for _ in range(num):
         workers.submit([job])
-
-
-def _call_all(functions: Iterable[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
 
 
 def _node_of(device: torch.device) -> int | None:
@@ -102,50 +102,13 @@ def _node_of(device: torch.device) -> int | None:
 def host_threads(config: ZenFlowConfig, cores: int, *, shares_memory: bool) -> int:
     """Worker threads: the user's number, or by what else the allowed cores have to do.
 
-    Synchronous, the training thread waits, so all cores sweep. Overlapped on a CPU as the device,
-    compute needs most of them; beside an accelerator, half are left to data loading and the
-    training thread.
+    Beside an accelerator, half of the cores are left to data loading and the training thread. Where the
+    CPU is the device, all sweep: while the training thread waits, and in what compute leaves of them.
     """
     if config.host_threads != "auto":
         return config.host_threads
-    if not config.overlap_step:
-        share = cores
-    else:
-        share = cores // 4 if shares_memory else cores // 2
+    share = cores // 2 if config.overlap_step and not shares_memory else cores
     return max(1, min(share, _MAX_AUTO_THREADS))
 
 
-class _ComputeThreads:
-    """torch's compute threads while workers need cores: taken once, given back by the last user."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._before = 0
-
-    def leave_cores(self, cores: int, num_threads: int) -> Callable[[], None]:
-        """Take the workers' cores from the compute threads: an oversubscribed pool collapses."""
-        with self._lock:
-            if self._users == 0:
-                self._before = torch.get_num_threads()
-            self._users += 1
-            compute_threads = max(1, cores - num_threads)
-            if compute_threads < torch.get_num_threads():
-                torch.set_num_threads(compute_threads)
-                _log.info(
-                    "the CPU is the device: of %d cores, %d compute (torch.set_num_threads), %d sweep",
-                    cores,
-                    compute_threads,
-                    num_threads,
-                )
-        return self._give_back
-
-    def _give_back(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and torch.get_num_threads() < self._before:
-                torch.set_num_threads(self._before)
-
-
-_compute_threads = _ComputeThreads()
 _worker_cores = WorkerCores()

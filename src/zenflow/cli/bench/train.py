@@ -25,8 +25,9 @@ NAME = "train"
 SUMMARY = "tokens a second of a real model on the CPU"
 DESCRIPTION = """\
 Train a Llama with random bf16 weights on the CPU with few tokens a step, where an update weighs
-most. The CPU computes and updates: ours divides the cores between the two, the others are measured
-with several numbers of threads, so that each shows its best. Needs transformers ('.[finetune]').
+most. The CPU computes and updates: ours sweeps in what compute leaves of all cores, the others are
+measured with several numbers of threads, so that each shows its best. Needs transformers
+('.[finetune]').
 """
 
 
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=numbers(integer(1)),
         metavar="N,N,...",
-        help="thread counts of the contenders that do not overlap. Default: half of the allowed "
+        help="thread counts of the contenders that are not ours. Default: half of the allowed "
         "cores, and all",
     )
     parser.add_argument(
@@ -107,7 +108,7 @@ def run(arguments: argparse.Namespace) -> Report:
     report.facts = [
         f"Llama of width {arguments.hidden}, {arguments.layers} layers, bf16, random weights; "
         f"{arguments.rounds} turns of {arguments.steps} timed steps each",
-        "steps in ms; threads: cores that compute, and for ours those that sweep beside it",
+        "steps in ms; threads: of torch, and as many of ours that sweep beside it",
         f"selected channels: {arguments.topk_ratio:g}; torch without offload keeps its state in bf16",
     ]
     report.figures = {"tokens": {}}
@@ -139,12 +140,8 @@ def _contenders(arguments: argparse.Namespace) -> list[Contender]:
     alone = [no_offload(), *([zero_offload()] if arguments.deepspeed_python else [])]
     found = [_with_threads(c, n, f"{n}") for c in alone for n in counts]
     found.append(_with_threads(ours_synchronous(ratio), cores, f"{cores}"))
-    sweeping = max(1, cores // 4)  # as host_threads="auto" has it where the CPU is the device
     for interval in arguments.intervals:
-        contender = ours(interval, ratio)
-        contender = replace(contender, settings={**contender.settings, "host_threads": sweeping})
-        label = f"{max(1, cores - sweeping)} + {sweeping}"
-        found.append(_with_threads(contender, cores, label))
+        found.append(_with_threads(ours(interval, ratio), cores, f"{cores}"))
     if arguments.deepspeed_python:
         # It divides the cores by itself, and computes on what it left itself.
         for n in counts:

@@ -131,7 +131,7 @@ def _machine_facts(machine: Machine) -> dict[str, str]:
 def _thread_facts(software: Software) -> dict[str, str]:
     omp = "not set" if software.omp_num_threads is None else software.omp_num_threads
     share = (
-        "a quarter of the cores, because the CPU is the device and computes too"
+        "the CPU is the device: all of its cores, in what compute leaves of them"
         if software.shares_memory
         else "half of the cores; the rest is for loading data and the training thread"
     )

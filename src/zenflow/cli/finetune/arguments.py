@@ -264,8 +264,8 @@ def _add_zenflow(group: argparse._ArgumentGroup) -> None:
         "--host-threads",
         type=integer(1, auto=True),
         metavar="N|auto",
-        help=f"threads that apply updates on the host. Default {default.host_threads}: a quarter "
-        "of the allowed cores, the rest is for the model",
+        help=f"threads that apply updates on the host. Default {default.host_threads}: as many as "
+        "cores are allowed, up to 8; they give way to the model",
     )
 
 
