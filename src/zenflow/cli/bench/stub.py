@@ -29,6 +29,7 @@ class GradientPool:
         self._generator = torch.Generator().manual_seed(0)
         spread = torch.randn(columns, generator=self._generator) * _COLUMN_SPREAD
         self._scale_C = spread.exp() * 1e-3
+        self._drawn = torch.empty(rows, columns)
         self._memory: dict[int, Tensor] = {}
         self._free: deque[int] = deque()
 
@@ -53,8 +54,9 @@ class GradientPool:
             self._free.append(self._new_block())
 
     def _new_block(self) -> int:
-        values = torch.randn(self._shape, generator=self._generator)
-        block = values.mul_(self._scale_C).bfloat16()
+        # Always in the same memory: a temporary for each block would leave holes in the heap.
+        self._drawn.normal_(generator=self._generator)
+        block = self._drawn.mul_(self._scale_C).bfloat16()
         self._memory[block.data_ptr()] = block
         return block.data_ptr()
 
@@ -71,8 +73,9 @@ class StubModel(nn.Module):
         super().__init__()
         num_layers = max(1, round(numel / side**2))
         generator = torch.Generator().manual_seed(1)
+        drawn = torch.empty(side, side)
         self.weights = nn.ParameterList(
-            nn.Parameter(torch.randn(side, side, generator=generator).bfloat16().div_(side**0.5))
+            nn.Parameter(drawn.normal_(0, side**-0.5, generator=generator).bfloat16())
             for _ in range(num_layers)
         )
         self.pool = GradientPool(side, side)
