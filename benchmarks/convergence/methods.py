@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.convergence.variants import Variant, VariantAdamW
+from zenflow.core.preview import SHARE
 
-Group = Literal["main", "interval", "lookahead", "rule", "selection", "early", "shown", "dtype"]
+Group = Literal["main", "interval", "lookahead", "rule", "selection", "early", "preview", "dtype"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Method:
     def identity(self) -> dict[str, Any]:
         """What changes what a run computes."""
         return {
-            "config": self.config,
+            "config": None if self.config is None else {"preview": True, **self.config},
             "variant": {k: v for k, v in asdict(self.variant).items() if v is not None},
             "bf16": self.bf16,
             "clip": self.clip,
@@ -209,21 +210,39 @@ METHODS = {
             label="S=1, full_warm_up_rounds 20",
             config=_fixed(1, full_warm_up_rounds=20),
         ),
-        # Deferred weights that show their gradients at once
+        # Previews
         *(
             Method(
-                name=f"s{s}-k{round(100 * k)}-shown-{share:g}{'-momentum' if momentum else ''}",
-                group="shown",
-                tasks="ABC" if s == 4 and k else "AC",
-                label=f"S={s}, topk_ratio {k:g}, {share:g} of each gradient's update shown at once"
-                + (", lookahead by what momentum has decided" if momentum else ""),
-                config=_fixed(s, topk_ratio=k, full_warm_up_rounds=10, lookahead=momentum),
-                variant=Variant(provisional=share, momentum=momentum or None),
+                name=f"s{s}-no-preview",
+                tasks="ABC" if s == 4 else "AC",
+                group="preview",
+                label=f"S={s}, no previews",
+                config=_fixed(s, preview=False),
+            )
+            for s in (1, 2, 4, 8)
+        ),
+        Method(
+            name="s4-no-preview-no-lookahead",
+            group="preview",
+            label="S=4, no previews, no lookahead",
+            config=_fixed(4, preview=False, lookahead=False),
+        ),
+        Method(
+            name="s4-k0-no-preview",
+            group="preview",
+            label="S=4, topk_ratio 0, no previews",
+            config=_fixed(4, preview=False, topk_ratio=0.0),
+        ),
+        *(
+            Method(
+                name=f"s{s}-share-{share:g}",
+                group="preview",
+                label=f"S={s}, {share:g} of each gradient's update shown instead of {SHARE:g}",
+                config=_fixed(s),
+                variant=Variant(share=share),
             )
             for s in (4, 8)
-            for k in (0.0, 0.1)
-            for share in (0.1, 0.3, 1.0)
-            for momentum in (False, True)
+            for share in (0.1, 0.2, 0.5, 1.0)
         ),
         # Clipping and dtype
         Method(

@@ -59,6 +59,14 @@ class ZenFlowConfig:
     in early experiments it removed most of what staleness costs; a convergence report is still to
     come. Without effect where nothing is stale."""
 
+    preview: bool = True
+    """Deferred weights show each gradient in its own step, roughly (moved by a share of ``lr * grad`` over
+    the root of a rank-one second moment), until the exact update overwrites it; masters and moments
+    never see it. Costs a pass over weights and gradients on the device, and 4 bytes for each row and
+    column. Default True: it keeps training near AdamW at every update interval
+    (docs/convergence.md). Without effect where nothing waits, with "accumulate", and with
+    ``stream_gradients``, where no gradient is left in ``step()``."""
+
     host_threads: int | Auto = "auto"
     """Host worker threads (>= 1), or "auto": half of the allowed cores beside an accelerator, all of
     them when synchronous or where the CPU is the device; at least 1 and at most 8, since few threads
@@ -86,6 +94,7 @@ class ZenFlowConfig:
         _check_bool("overlap_step", self.overlap_step)
         _check_choice("update_rule", self.update_rule, ("replay", "accumulate"))
         _check_bool("lookahead", self.lookahead)
+        _check_bool("preview", self.preview)
         _check_int("host_threads", self.host_threads, 1, auto=True)
         if self.max_grad_norm is not None:
             _check_positive("max_grad_norm", self.max_grad_norm)
@@ -112,6 +121,11 @@ class ZenFlowConfig:
         if unknown:
             raise ValueError(f"unknown ZenFlow config keys {unknown!r}; legal keys: {known}")
         return cls(**config)
+
+    @property
+    def shows_previews(self) -> bool:
+        """Whether gradients that wait can be shown."""
+        return self.preview and self.update_rule == "replay" and not self.stream_gradients
 
     @property
     def interval_bound(self) -> int:

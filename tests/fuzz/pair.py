@@ -241,6 +241,7 @@ class Pair:
         if weights == "after":
             self._write(saved.weights)
         self.oracle, self.groups = _copies(saved.oracle, saved.groups)
+        self.oracle.reconfigure(self.optimizer.config)
         for i, (param, known) in enumerate(zip(self.params, self.oracle.weights(), strict=True)):
             if not same_bits(param.detach(), known):
                 assert weights == "kept"

@@ -94,6 +94,7 @@ def _draw_config(choose: random.Random) -> dict[str, Any]:
         "topk_ratio": choose.choice([0, 0.05, 0.1, 0.3, 1]),
         "update_rule": choose.choice(["replay", "replay", "accumulate"]),
         "lookahead": choose.random() < 0.6,
+        "preview": choose.random() < 0.8,
         "overlap_step": overlap,
         "select_interval": choose.choice([1, 3, "auto"]),
         "full_warm_up_rounds": choose.choice([0, 0, 0, 3]),

@@ -106,7 +106,7 @@ def test_it_trains_as_with_adamw(accumulation: int, clip: float | None, precisio
 def test_streamed_gradients_accumulate_by_accelerates_own_flag(accumulation: int) -> None:
     results = []
     for stream in (True, False):
-        config = STREAMED | {"stream_gradients": stream}
+        config = STREAMED | {"stream_gradients": stream, "preview": False}
         run = Run(ZenFlowAdamW, config, accumulation=accumulation)
         run.train()
         inner = unwrap_optimizer(run.optimizer)
@@ -119,7 +119,7 @@ def test_streamed_gradients_accumulate_by_accelerates_own_flag(accumulation: int
 def test_accelerates_clipping_is_honoured_when_streamed() -> None:
     results = []
     for stream in (True, False):
-        run = Run(ZenFlowAdamW, OVERLAPPED | {"stream_gradients": stream})
+        run = Run(ZenFlowAdamW, OVERLAPPED | {"stream_gradients": stream, "preview": False})
         run.train(clip=0.05)
         results.append(run.weights())
     assert_close(*results, atol=2e-6)

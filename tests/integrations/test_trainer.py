@@ -192,7 +192,7 @@ def test_streamed_gradients_have_the_same_bits(accumulation: int, tmp_path: Path
     """With the trainer's own clipping off; Accelerate says which backward pass is the last."""
     more = {"max_grad_norm": 0.0, "gradient_accumulation_steps": accumulation, "max_steps": 7}
     streamed = make_trainer(tmp_path, ZenFlowAdamW, STREAMED, **more)
-    config = STREAMED | {"stream_gradients": False}
+    config = STREAMED | {"stream_gradients": False, "preview": False}
     assert_same_bits(train(streamed), train(make_trainer(tmp_path, ZenFlowAdamW, config, **more)))
 
 
@@ -205,7 +205,7 @@ def test_the_trainers_own_clipping_is_honoured_when_streamed(
     """Beside ``max_grad_norm`` of the config, too: that bounds what the trainer has clipped."""
     results = []
     for stream in (True, False):
-        config = OVERLAPPED | {"stream_gradients": stream, "max_grad_norm": bound}
+        config = OVERLAPPED | {"stream_gradients": stream, "max_grad_norm": bound, "preview": False}
         more = {"max_grad_norm": 0.05, "gradient_accumulation_steps": accumulation, "max_steps": 6}
         results.append(train(make_trainer(tmp_path, ZenFlowAdamW, config, **more)))
     assert_close(*results, atol=2e-6)

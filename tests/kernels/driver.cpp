@@ -27,6 +27,9 @@ void zenflow_update(
     const int32_t* which, const zenflow::Coefficients* coefficients);
 void zenflow_publish(
     int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, const void* const* staged);
+void zenflow_preview(
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, const void* const* grads,
+    const float* scales, const float* sizes);
 void zenflow_num_changed(
     int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, size_t* count);
 void zenflow_num_different(
@@ -110,6 +113,7 @@ struct SideCase {
   zenflow::Side side = {};
   std::vector<int64_t> channels, fingerprint;
   Bytes weight, state[3], selected_grad, is_selected, deferred_lanes, grad, staged, energy;
+  std::vector<float> factors;
   std::vector<size_t> counts;
 
   explicit SideCase(std::mt19937& random) {
@@ -150,6 +154,7 @@ struct SideCase {
     deferred_lanes.resize(side.num_lanes, 1);
     fingerprint.resize(side.num_lanes);
     energy.resize(side.row_numel * 4);
+    for (size_t i = 0; i < side.num_rows + side.row_numel; ++i) factors.push_back(static_cast<float>(random() % 9));
   }
 
   // The side with pointers to where this case now is.
@@ -164,6 +169,7 @@ struct SideCase {
     side.is_selected = channels.empty() ? nullptr : is_selected.data();
     side.fingerprint = fingerprint.data();
     side.deferred_lanes = deferred_lanes.data();
+    side.factors = factors.data();
     return side;
   }
 
@@ -181,6 +187,8 @@ struct SideCase {
       zenflow_update(isa, nullptr, 1, &side, &selected, &first, &c);
     }
     zenflow_publish(isa, nullptr, 1, &side, &rows);
+    const float scale = 0.37f, size = 1e-3f;
+    zenflow_preview(isa, nullptr, 1, &side, &whole, &scale, &size);
     zenflow_num_changed(isa, nullptr, 1, &side, &changed[0]);
     for (int64_t& sum : fingerprint) sum ^= 1;
     zenflow_num_changed(isa, nullptr, 1, &side, &changed[1]);

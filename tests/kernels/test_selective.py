@@ -22,7 +22,7 @@ from zenflow.core.channels import ChannelMap
 from zenflow.core.selection import channel_energy
 from zenflow.kernels import selective
 from zenflow.kernels.native.selective import NativeSelective
-from zenflow.kernels.selective import DeviceSide, Look, SelectedState, Share, Update
+from zenflow.kernels.selective import DeviceSide, Look, Preview, SelectedState, Share, Update
 
 pytestmark = [needs_library, pytest.mark.usefixtures("one_thread")]
 
@@ -71,6 +71,7 @@ def make_side(shape: tuple[int, ...], dtype: torch.dtype, count: str, gap: int =
         weight,
         fingerprint=torch.empty(num_lanes, dtype=torch.int64),
         deferred_lanes=channels.deferred_lanes(shape[2] if len(shape) > 2 else 1, num_lanes),
+        factors=torch.rand(shape[0] + weight[0].numel()) * 2,
     )
     selective.fingerprint(weight, side.fingerprint)
     if not num:
@@ -179,6 +180,35 @@ def test_publishing(isa: str) -> None:
         if ours.is_selected is not None:
             expected = torch.where(ours.is_selected, before, staged)
         assert_same_bits(ours.weight, expected)
+
+    for_each_case(check, isa)
+
+
+GRADIENTS = {
+    "ordinary": lambda shape: torch.randn(shape),
+    "huge": lambda shape: torch.randn(shape) * 3e38,
+    "tiny": lambda shape: torch.randn(shape) * 1e-40,
+}
+
+
+@pytest.mark.parametrize("values", GRADIENTS)
+@each_isa
+def test_previewing(isa: str, values: str) -> None:
+    kernel = NativeSelective(LIBRARY, isa)
+
+    def check(ours: DeviceSide, theirs: DeviceSide) -> None:
+        grad = GRADIENTS[values](ours.weight.shape).to(ours.weight.dtype)
+        grad = grad.nan_to_num()  # a step with others is skipped
+        if ours.is_selected is not None:
+            for side in (ours, theirs):
+                selective.hide_selected(side)
+        before = ours.weight.clone()
+        kernel.preview([Preview(ours, grad, 0.37, 0.01)])
+        selective.preview([Preview(theirs, grad, 0.37, 0.01)])
+        assert (ours.weight - before).abs().max() <= 0.0301 + before.abs().max() / 64
+        if ours.is_selected is not None:
+            hidden = ours.is_selected.expand(ours.weight.shape)
+            assert torch.equal(ours.weight[hidden], before[hidden])
 
     for_each_case(check, isa)
 

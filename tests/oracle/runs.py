@@ -48,6 +48,7 @@ class Run:
             "full_warm_up_rounds": self.number % 4 if self.number % 2 else 0,
             "host_threads": 1 + 2 * (self.number % 2),
             "max_grad_norm": 1.0 if self.number % 5 == 0 else None,
+            "preview": self.number % 7 != 0,
         }
         names = set(AXES) - {"dtype", "shapes"}
         return {name: self.point[name] for name in names} | extra

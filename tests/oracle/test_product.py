@@ -90,7 +90,23 @@ def selection_is_published_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selective, "publish", publish)
 
 
+def no_preview(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selective, "preview", lambda shown: None)
+
+
+def factors_are_never_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenflow.core.preview.refresh_is_due", lambda _, known_at: not known_at)
+
+
+def selected_channels_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen where a channel that was selected is deferred before its factor is taken again."""
+    monkeypatch.setattr(selective, "hide_selected", lambda side: None)
+
+
 MUTATIONS = [
+    no_preview,
+    factors_are_never_taken_again,
+    selected_channels_are_shown,
     later_publish,
     shorter_lookahead,
     other_ties,

@@ -51,6 +51,7 @@ def test_any_trace(number: int) -> None:
         {
             "update_rule": choose.choice(["replay", "accumulate"]),
             "lookahead": choose.random() < 0.7,
+            "preview": choose.random() < 0.8,
             "topk_ratio": choose.choice([0, 0.1, 0.3]),
             "full_warm_up_rounds": choose.choice([0, 0, 5]),
             "host_threads": choose.choice([1, 3]),

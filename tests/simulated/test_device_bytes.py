@@ -58,6 +58,6 @@ def test_the_peak_is_within_the_formula(
 ) -> None:
     monkeypatch.setattr("zenflow.runtime.pipeline._MAX_STREAMING_BYTES", STREAMING_BYTES)
     peak = peak_of_a_run(interval, streaming, to_host_bytes_per_s)
-    wanted = need(interval, streaming)._replace(weights=0, update=0, scoring=0)
+    wanted = need(interval, streaming)._replace(weights=0, update=0, scoring=0, preview=0)
     assert peak <= wanted.peak
     assert peak >= wanted.peak - wanted.gradients - wanted.gathered - wanted.staging

@@ -75,6 +75,7 @@ def random_scenario(seed: int) -> Scenario:
         "select_interval": draw.choice([1, 2, 3, "auto"]),
         "update_rule": draw.choice(["replay", "accumulate"]),
         "lookahead": draw.random() < 0.5,
+        "preview": draw.random() < 0.8,
         "overlap_step": draw.random() < 0.8,
         "full_warm_up_rounds": draw.choice([0, 0, 3]),
         "stream_gradients": streaming,

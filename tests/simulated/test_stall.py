@@ -28,11 +28,12 @@ def train(
     num_steps: int = NUM_STEPS,
     **config: Any,
 ) -> SimulatedTraining:
-    """Steps of a model of equal layers; every channel is deferred unless ``config`` says else."""
+    """Steps of a model of equal layers; every channel is deferred unless ``config`` says else, and
+    without previews, so that nothing crosses the link but gradients and weights."""
     if isinstance(machine, Rates):
         machine = SimulatedMachine(policy, machine)
     params: list[Tensor] = [torch.nn.Parameter(torch.randn(SHAPE)) for _ in range(num_layers)]
-    settings = ZenFlowConfig(**{"topk_ratio": 0, **config})
+    settings = ZenFlowConfig(**{"topk_ratio": 0, "preview": False, **config})
     training = SimulatedTraining(machine, [{"params": params}], settings)
     for _ in range(num_steps):
         training.step(random_gradients(num_layers))

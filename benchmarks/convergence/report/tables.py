@@ -13,7 +13,7 @@ GROUPS = {
     "rule": "Rule and windows",
     "selection": "Selection",
     "early": "Early training",
-    "shown": "Gradients shown at once",
+    "preview": "Previews",
     "dtype": "Clipping and dtype",
 }
 _NONE = "-"

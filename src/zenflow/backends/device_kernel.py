@@ -9,7 +9,7 @@ from zenflow.backends.host_kernel import HostKernel, NativeKernel
 from zenflow.core.selection import channel_energy
 from zenflow.kernels import selective
 from zenflow.kernels.native.selective import NativeSelective
-from zenflow.kernels.selective import DeviceSide, Look, Share, Update
+from zenflow.kernels.selective import DeviceSide, Look, Preview, Share, Update
 
 
 class DeviceKernel(Protocol):
@@ -40,6 +40,10 @@ class DeviceKernel(Protocol):
         """See :func:`zenflow.kernels.selective.publish`."""
         ...
 
+    def preview(self, shown: Sequence[Preview]) -> None:
+        """See :func:`zenflow.kernels.selective.preview`."""
+        ...
+
     def energy(self, grad: Tensor) -> Tensor:
         """See :func:`zenflow.core.selection.channel_energy`."""
         ...
@@ -62,6 +66,9 @@ class TorchDeviceKernel:
 
     def publish(self, shares: Sequence[Share]) -> None:
         selective.publish(shares)
+
+    def preview(self, shown: Sequence[Preview]) -> None:
+        selective.preview(shown)
 
     def energy(self, grad: Tensor) -> Tensor:
         return channel_energy(grad)

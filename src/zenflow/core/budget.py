@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from zenflow.core.preview import factors_numel
 from zenflow.core.segments import RowBlock, plan_segments
 from zenflow.core.selection import ENERGY_BLOCK_NUMEL
 
@@ -56,24 +57,26 @@ class Split(NamedTuple):
 class DeviceNeed(NamedTuple):
     """Bytes of device memory beside activations, by what they hold.
 
-    The first three are there all the time. Of the others, :attr:`peak` adds those that meet.
+    The first four are there all the time. Of the others, :attr:`peak` adds those that meet.
     """
 
     weights: int
     state: int
     indices: int
+    factors: int
     gradients: int
     gathered: int
     selected: int
     update: int
     staging: int
     scoring: int
+    preview: int
 
     @property
     def peak(self) -> int:
-        kept = self.weights + self.state + self.indices
+        kept = self.weights + self.state + self.indices + self.factors
         captured = self.gradients + self.gathered + self.selected
-        return kept + captured + max(self.update, self.staging, self.scoring)
+        return kept + captured + max(self.update, self.staging, self.scoring, self.preview)
 
 
 def device_need(
@@ -92,7 +95,7 @@ def device_need(
         itemsize: bytes of one weight or gradient element.
         update_interval: S; sweeps of about ``1/S`` of the segments are in flight together.
         streaming_bytes: how much gathered gradient a streaming backward pass leaves on the device; None
-            if gradients are captured in ``step()``.
+            if gradients are captured in ``step()`` and shown by previews.
     """
     selected = sum(weight.selected_numel for weight in split)
     deferred = sum(weight.numel for weight in split) - selected
@@ -104,17 +107,25 @@ def device_need(
     if streaming_bytes is not None:
         gathered = min(deferred * itemsize, streaming_bytes + largest * itemsize)
         gradients = (largest + resident) * itemsize
+    blocks, factors = _blocks(split), 0
+    largest_block = max((block.numel for block in blocks), default=0)
+    if streaming_bytes is None:
+        columns = [split[b.weight].channels * split[b.weight].kernel for b in blocks]
+        factors = sum(
+            4 * factors_numel(b.numel // of, of) for b, of in zip(blocks, columns, strict=True)
+        )
     return DeviceNeed(
         weights=(deferred + selected + resident) * itemsize,
         state=STATE_BYTES * selected + (8 + own_master) * resident,
         indices=_index_bytes(split, itemsize),
+        factors=factors,
         gradients=gradients,
         gathered=gathered,
         selected=selected * itemsize,
         update=_UPDATE_BYTES * (selected + resident),
-        staging=-(-deferred * itemsize // update_interval)
-        + max((block.numel for block in _blocks(split)), default=0) * itemsize,
+        staging=-(-deferred * itemsize // update_interval) + largest_block * itemsize,
         scoring=2 * 4 * min(largest, ENERGY_BLOCK_NUMEL),
+        preview=4 * largest_block if streaming_bytes is None else 0,
     )
 
 

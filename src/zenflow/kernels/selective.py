@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from zenflow.core import preview as previews
 from zenflow.core.rules import Coefficients
 from zenflow.kernels.reference import adamw_
 
@@ -36,6 +37,8 @@ class DeviceSide(NamedTuple):
         is_selected: bool ``[C]`` or ``[C, K]``, contiguous; None if no channel is.
         fingerprint: of the weight as the runtime last left it, see :func:`fingerprint`.
         deferred_lanes: which of its lanes hold deferred channels alone, bool.
+        factors: fp32 ``[R + C(* K)]``, whose products of a row's and a column's are about ``1 / sqrt(v)``,
+            see :mod:`zenflow.core.preview`; None without previews.
         record: what a kernel keeps of all this for itself; empty if it leaves this side to torch.
     """
 
@@ -46,6 +49,7 @@ class DeviceSide(NamedTuple):
     is_selected: Tensor | None = None
     fingerprint: Tensor | None = None
     deferred_lanes: Tensor | None = None
+    factors: Tensor | None = None
     record: bytes = b""
 
 
@@ -67,6 +71,20 @@ class Update(NamedTuple):
     side: DeviceSide
     grad: Tensor
     coefficients: Coefficients
+
+
+class Preview(NamedTuple):
+    """A side, the rows of a gradient that its deferred weights are to show, and how much of it.
+
+    Attributes:
+        scale: factor of the gradient in fp32.
+        size: learning rate times the share of an update that is shown.
+    """
+
+    side: DeviceSide
+    rows: Tensor
+    scale: float
+    size: float
 
 
 class Look(NamedTuple):
@@ -184,6 +202,32 @@ def publish(shares: Sequence[Share]) -> None:
             side.weight.copy_(rows)
             side.weight.index_copy_(1, side.channels, selected)
         fingerprint(side.weight, _known(side.fingerprint))
+
+
+def preview(shown: Sequence[Preview]) -> None:
+    """Move deferred weights by what a gradient is going to do to them, roughly, and take the fingerprint.
+
+    Each operation is rounded once: with ``r`` the row's factor times ``scale`` and ``c`` the column's,
+    ``weight - clamp(clamp(grad * r, LARGEST) * c, BOUND) * size``.
+    """
+    for side, rows, scale, size in shown:
+        weight, factors = side.weight, _known(side.factors)
+        row, column = factors[: len(rows)], factors[len(rows) :].view(weight.shape[1:])
+        move = rows * (row * scale).view(-1, *[1] * (weight.dim() - 1))  # in fp32
+        move.clamp_(-previews.LARGEST, previews.LARGEST).mul_(column)
+        weight.sub_(move.clamp_(-previews.BOUND, previews.BOUND).mul_(size))
+        fingerprint(weight, _known(side.fingerprint))
+
+
+def clear(factors: Tensor) -> None:
+    """Without history nothing is shown."""
+    factors.zero_()
+
+
+def hide_selected(side: DeviceSide) -> None:
+    """Previews leave the channels that are selected now alone."""
+    factors = _known(side.factors)[len(side.weight) :]
+    factors.masked_fill_(_known(side.is_selected).flatten(), 0)
 
 
 _T = TypeVar("_T")

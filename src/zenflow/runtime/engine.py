@@ -21,6 +21,7 @@ from zenflow.runtime.controller import Controller, make_controller
 from zenflow.runtime.edits import Edits
 from zenflow.runtime.pipeline import HostPipeline
 from zenflow.runtime.platform import Platform
+from zenflow.runtime.previews import Previews
 from zenflow.runtime.resident import Resident
 from zenflow.runtime.stages import staged
 from zenflow.runtime.stats import Meter, StepStats
@@ -83,6 +84,7 @@ class Engine:
         self.residents: dict[Tensor, Resident] = {}
         self.weights: dict[Tensor, Weight] = {}
         self.edits = Edits(platform, self.pipeline, self.residents, self.weights)
+        self.previews = Previews(platform, config)
         self.stats = StepStats()
         self.step_index = 0
         self._absorbed: dict[Tensor, _Absorbed] = {}
@@ -154,6 +156,7 @@ class Engine:
         interval = 1 if warm_up else self.controller.interval(self.step_index)
         self._adopt_selections()
         self._most_urgent_first(given, interval)
+        self.previews.begin(hypers, scale, waits=overlap or interval > 1)
         self._capture(given)
         self._commit(hypers, scale)
         if overlap:
@@ -171,7 +174,10 @@ class Engine:
         while given:
             owner, gradient = given.pop()
             self._absorb(owner, gradient, self.step_index, None)
+            if isinstance(owner, Weight):
+                self.previews.add(owner, gradient.grad)
         self.pipeline.gather()
+        self.previews.show()
 
     def _most_urgent_first(self, given: list[_Given], interval: int) -> None:
         """What is swept at the end of this step crosses the link, if there is one, first."""

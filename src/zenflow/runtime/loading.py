@@ -17,9 +17,10 @@ from zenflow.runtime import device_ops, groups
 from zenflow.runtime.controller import AutoInterval
 from zenflow.runtime.engine import Engine
 from zenflow.runtime.memory import MappedFiles
+from zenflow.runtime.platform import Platform
 from zenflow.runtime.resident import NOT_SEEN, Resident
 from zenflow.runtime.saved_format import check_format
-from zenflow.runtime.segment import upload
+from zenflow.runtime.segment import Segment, upload
 from zenflow.runtime.selection import Selection
 from zenflow.runtime.weight import Weight
 
@@ -326,6 +327,15 @@ def _restore_resident(engine: Engine, resident: Resident, state: Mapping[str, An
         engine.platform.device.run(device_ops.copy, target, arrived)
 
 
+def _restore_factors(platform: Platform, segment: Segment, saved: Mapping[str, Any]) -> None:
+    """Of previews; a run that shows none, or whose weights are cut otherwise, has none."""
+    assert segment.side is not None
+    factors, room = saved.get("factors"), segment.side.factors
+    if factors is not None and room is not None and factors.shape == room.shape:
+        segment.factors_at = saved["factors_at"]
+        platform.device.run(device_ops.copy, room, upload(platform, factors))
+
+
 def _restore_weight(
     engine: Engine, weight: Weight, state: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> None:
@@ -340,6 +350,7 @@ def _restore_weight(
         segment.last = None if saved["last"] is None else SubStep(*saved["last"])
         segment.extrapolated = saved["extrapolated"]
         segment.synchronous_until = saved["synchronous_until"]
+        _restore_factors(platform, segment, saved)
     weight.inherit(platform, state)
     engine.count_trained(weight.param, weight.num_selected)
     for segment, saved in zip(weight.segments, extra["segments"], strict=True):

@@ -83,6 +83,7 @@ class HostPipeline:
             rows = weight.view[block.start : block.stop]
             is_whole = len(rows) == len(weight.view)
             segment = Segment(key, rows, block.start, block.stop, is_whole)
+            segment.shows_previews = self.config.shows_previews
             weight.segments.append(segment)
             segments.append(segment)
         table = Table(segments, [block.numel for block in blocks])
@@ -233,6 +234,7 @@ class HostPipeline:
             out=self.pool.acquire(segment.host_shape, dtype),
             staging=None if link.shared else device.empty(segment.host_shape, dtype),
             after=FINISHED if link.shared else device.mark(),
+            refresh=segment.refresh(self.platform) if slots else None,
         )
         segment.extrapolated = delay != 0
         segment.sweep = Sweep(job)

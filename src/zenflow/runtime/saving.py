@@ -60,7 +60,7 @@ def export(engine: Engine) -> Exported:
                 "selection": _export_selection(weight.selection, engine.step_index),
                 "substep": None if weight.substep is None else list(weight.substep),
                 "checksum": _checksum(engine, weight),
-                "segments": [_export_segment(s) for s in weight.segments],
+                "segments": [_export_segment(engine, s) for s in weight.segments],
             }
         elif weight.inherited is not None:
             states[param] = dict(weight.inherited)
@@ -113,9 +113,12 @@ def _export_selection(selection: Selection | None, step: int) -> dict[str, Any] 
     }
 
 
-def _export_segment(segment: Segment) -> dict[str, Any]:
-    channels = segment.channels
-    assert channels is not None
+def _export_segment(engine: Engine, segment: Segment) -> dict[str, Any]:
+    channels, side = segment.channels, segment.side
+    assert channels is not None and side is not None
+    factors = None
+    if segment.factors_at and side.factors is not None:
+        factors = download(engine.platform, side.factors).clone()
     places = channels.deferred_places()
     return {
         "rows": [segment.start, segment.stop],
@@ -125,6 +128,8 @@ def _export_segment(segment: Segment) -> dict[str, Any]:
         "last": None if segment.last is None else list(segment.last),
         "extrapolated": segment.extrapolated,
         "synchronous_until": segment.synchronous_until,
+        "factors_at": segment.factors_at,
+        "factors": factors,
         "unpublished_delay": None if segment.sweep is None else segment.sweep.job.delay,
         "slots": [
             {

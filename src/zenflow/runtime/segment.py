@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zenflow.backends.ticket import Transfer
+from zenflow.core import preview
 from zenflow.core.channels import ChannelMap, Handover
 from zenflow.core.rules import SubStep, rebias_factor
 from zenflow.kernels import selective
@@ -13,7 +14,7 @@ from zenflow.kernels.selective import DeviceSide, SelectedState, Share
 from zenflow.runtime import device_ops
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.slots import BufferPool, Captured, Slot
-from zenflow.runtime.sweep import Sweep
+from zenflow.runtime.sweep import Refresh, Sweep
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +39,9 @@ class Segment:
         extrapolated: the visible weights are ahead of the master by a lookahead.
         synchronous_until: up to this step, every step is swept and published before it ends.
         deferred_numel: elements of the deferred channels.
+        shows_previews: gradients that wait are shown.
+        factors_at: update count of the second moment that the previews' factors are of; 0: there are none.
+        factors_room: host memory for them to cross the link.
     """
 
     key: int
@@ -58,6 +62,9 @@ class Segment:
     extrapolated: bool = False
     synchronous_until: int = 0
     deferred_numel: int = 0
+    shows_previews: bool = False
+    factors_at: int = 0
+    factors_room: Tensor | None = None
 
     def begin(self, platform: Platform, selected: Tensor) -> None:
         """Create both sides' state from the weight as it is, with zero moments."""
@@ -127,6 +134,20 @@ class Segment:
         transfer = platform.link.to_host(staging, buffer, device.mark())
         self.captured = Captured(transfer.tensor, transfer.ticket, buffer)
         return transfer
+
+    def refresh(self, platform: Platform) -> Refresh | None:
+        """What a sweep has to do for previews, if it is time."""
+        side, channels = self.side, self.channels
+        assert side is not None and channels is not None
+        if side.factors is None or not preview.refresh_is_due(self.host_steps, self.factors_at):
+            return None
+        self.factors_at = self.host_steps
+        if channels.compact:
+            if self.factors_room is None:
+                self.factors_room = platform.storage.buffer(side.factors.shape, torch.float32)
+            return Refresh(None, channels.hosted, side.factors, self.factors_room)
+        places = channels.deferred_places()
+        return Refresh(places, places, side.factors, None)
 
     def commit(self, step: int, substep: SubStep) -> None:
         """Let the captured gradient wait as a slot."""
@@ -259,7 +280,10 @@ class Segment:
         else:
             fingerprint = before.fingerprint
         side = DeviceSide(
-            self.weight, fingerprint=fingerprint, deferred_lanes=upload(platform, lanes)
+            self.weight,
+            fingerprint=fingerprint,
+            deferred_lanes=upload(platform, lanes),
+            factors=self._factors(platform),
         )
         if selected.numel():
             state, selected_grad = self._room_for_selected(platform, selected.numel())
@@ -269,7 +293,18 @@ class Segment:
                 selected_grad=selected_grad,
                 is_selected=upload(platform, channels.is_selected(element_shape)),
             )
+            if side.factors is not None:
+                platform.device.run(selective.hide_selected, side)
         self.side = platform.device_kernel.prepared(side)
+
+    def _factors(self, platform: Platform) -> Tensor | None:
+        """The present ones of the previews, or zeros."""
+        if not self.shows_previews or self.side is not None:
+            return None if self.side is None else self.side.factors
+        numel = preview.factors_numel(len(self.weight), self.weight[0].numel())
+        factors = platform.device.empty((numel,), torch.float32)
+        platform.device.run(selective.clear, factors)
+        return factors
 
     def _room_for_selected(self, platform: Platform, num: int) -> tuple[SelectedState, Tensor]:
         """The present state and place for gradients, or new ones."""

@@ -70,6 +70,8 @@ class Block:
     count: int = 0
     last: Hyper | None = None
     extrapolated: bool = False
+    factors_at: int = 0
+    factors: tuple[Tensor, Tensor] | None = None
 
     def phase(self, interval: int) -> int:
         """Of the steps modulo ``interval``, the one that it is swept at."""
@@ -230,7 +232,7 @@ class Oracle:
         self._publish()
         self._adopt()
         for p, grad in present:
-            self._take(p, grad, scale)
+            self._take(p, grad, scale, shown=overlap or interval > 1)
         delay = (interval + 1) / 2 if overlap else (interval - 1) / 2
         max_age = interval
         if self.config.update_interval == "auto":
@@ -266,6 +268,13 @@ class Oracle:
         added = [Parameter(weight, self.config, group) for weight in weights]
         self.params += added
         self._plan(added)
+
+    def reconfigure(self, config: ZenFlowConfig) -> None:
+        """Go on under a config that shows previews, or does not."""
+        self.config = config
+        for b in self._blocks():
+            if not config.shows_previews:
+                b.factors_at, b.factors = 0, None
 
     def edit(self, index: int, value: Tensor) -> None:
         """The user writes a weight between two steps."""
@@ -343,10 +352,12 @@ class Oracle:
                 moment[:, incoming] = moment[:, incoming] * to_selected
                 moment[:, outgoing] = moment[:, outgoing] * to_deferred
         b.selected = chosen
+        if b.factors is not None:
+            b.factors = (b.factors[0], torch.where(b.on(False)[0], b.factors[1], 0))
         visible = p.view[b.rows]
         visible.copy_(torch.where(b.on(True), b.master.to(visible.dtype), visible))
 
-    def _take(self, p: Parameter, grad: Tensor, scale: float) -> None:
+    def _take(self, p: Parameter, grad: Tensor, scale: float, *, shown: bool) -> None:
         p.count += 1
         h = p.hyper
         hyper = Hyper(float(h["lr"]), h["betas"], h["eps"], h["weight_decay"], p.count, scale)
@@ -364,6 +375,36 @@ class Oracle:
             visible = p.view[b.rows]
             visible.copy_(torch.where(b.on(True), b.master.to(visible.dtype), visible))
             b.waiting.append((self.t, rows.clone(), hyper))
+            if shown and b.factors is not None:
+                self._preview(b, visible, rows, hyper)
+
+    def _preview(self, b: Block, visible: Tensor, grad: Tensor, h: Hyper) -> None:
+        """Deferred weights show a gradient, roughly, until the publish that holds it."""
+        assert b.factors is not None
+        by_row, by_column = b.factors
+        move = (grad.float() * (by_row * h.scale)).clamp(-1e30, 1e30) * by_column
+        moved = visible.float() - move.clamp(-3, 3) * (h.lr * 0.3)
+        visible.copy_(torch.where(b.on(False), moved.to(visible.dtype), visible))
+
+    def _refresh(self, b: Block) -> None:
+        """The rank-one approximation of ``1 / sqrt(v)``, taken anew ever less often."""
+        shows = self.config.shows_previews
+        if not shows or b.count - b.factors_at < min(64, max(1, b.factors_at // 4)):
+            return
+        assert b.last is not None
+        b.factors_at = b.count
+        mask = b.on(False).expand(b.exp_avg_sq.shape)
+        v = torch.where(mask, b.exp_avg_sq, 0).double()
+        v = v / (1 - b.last.betas[1] ** b.count)
+        rows = v.flatten(1).sum(1) / mask[0].sum()
+        columns = v.sum(0) / len(v)
+        by_row = torch.where(rows > 0, 1 / (rows.sqrt() + b.last.eps), 0)
+        ratio = torch.where(columns > 0, (rows.mean() / columns).sqrt().clamp(max=1e6), 0)
+        ratio = torch.where(mask[0], ratio, 0)
+        if not rows.mean().isfinite():
+            by_row, ratio = torch.zeros_like(by_row), torch.zeros_like(ratio)
+        short = [x.float().bfloat16().float() for x in (by_row, ratio)]
+        b.factors = (short[0].reshape(-1, *[1] * (v.dim() - 1)), short[1])
 
     def _score(self, p: Parameter, grad: Tensor) -> None:
         """The first choice holds at once, with the state that begins here; later ones are adopted."""
@@ -400,6 +441,7 @@ class Oracle:
                 b.apply(False, grad, hyper)
             b.count = slots[-1][2].count
             b.last = slots[-1][2]
+        self._refresh(b)
         ahead = b.master
         if delay:
             ahead = b.master - update_of(b.exp_avg, b.exp_avg_sq, b.last) * delay

@@ -51,6 +51,7 @@ struct Side {
   const uint8_t* is_selected;     // row_numel; null: none is
   int64_t* fingerprint;           // num_lanes
   const uint8_t* deferred_lanes;  // num_lanes
+  const float* factors;           // num_rows, then row_numel, of a preview; null: there are none
   size_t num_lanes;
   int32_t lane_bytes;
   int32_t weight_type;
@@ -73,6 +74,8 @@ struct Select {
   void (*update)(const Side&, const void* grad, const Coefficients&);
   // The weights of deferred channels from `staged`, and the fingerprint of all.
   void (*publish)(const Side&, const void* staged);
+  // Moves weights by what a gradient of their own type is going to do, and takes the fingerprint of all.
+  void (*preview)(const Side&, const void* grad, float scale, float size);
   // Deferred lanes that have lost their fingerprint.
   size_t (*num_changed)(const Side&);
   // Weights that are not their masters, rounded; of a resident parameter.

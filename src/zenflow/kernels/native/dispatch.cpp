@@ -136,6 +136,13 @@ ZENFLOW_EXPORT void zenflow_publish(
   zenflow::share(turns, n, [=](size_t i) { publish(sides[i], staged[i]); });
 }
 
+ZENFLOW_EXPORT void zenflow_preview(
+    int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, const void* const* grads,
+    const float* scales, const float* sizes) {
+  const auto preview = kCandidates[isa].code->select->preview;
+  zenflow::share(turns, n, [=](size_t i) { preview(sides[i], grads[i], scales[i], sizes[i]); });
+}
+
 // Adds to `count`, which is 0 before.
 ZENFLOW_EXPORT void zenflow_num_changed(
     int isa, zenflow::Turns* turns, size_t n, const zenflow::Side* sides, size_t* count) {

@@ -246,6 +246,74 @@ void publish(const Side& s, const void* staged) {
   fingerprint(s);
 }
 
+ZENFLOW_INLINE Floats within(Floats x, float bound) {
+  x = x > bound ? Floats{} + bound : x;
+  return x < -bound ? Floats{} - bound : x;
+}
+
+// kernels/selective.py's `preview`, of elements of some rows; the sums as in pass_over.
+template <class Weight, class Bits, size_t n>
+ZENFLOW_INLINE void show(
+    const Side& s, const void* grad, float scale, float size, const Rows<n>& rows, size_t first, size_t last,
+    size_t ahead, Longs* sums) {
+  using Stored = typename Weight::Stored;
+  constexpr float kLargest = 1e30f, kBound = 3.0f;
+  const float* by_column = s.factors + s.num_rows;
+  Stored* weights[n];
+  const Stored* grads[n];
+  float factors[n];
+  ZENFLOW_EACH_ROW {
+    weights[k] = advance(static_cast<Stored*>(s.weight), rows.at[k] * s.row_stride);
+    grads[k] = static_cast<const Stored*>(grad) + rows.at[k] * s.row_numel;
+    factors[k] = s.factors[rows.at[k]] * scale;
+  }
+  for (size_t i = first; i < last; i += Bits::n) {
+    const size_t count = last - i < Bits::n ? last - i : Bits::n;
+    const bool whole = count == Bits::n;
+    float columns[Bits::n] = {};
+    memcpy(columns, by_column + i, whole ? sizeof columns : count * sizeof *columns);
+    Longs sum = {};
+    ZENFLOW_EACH_ROW {
+      __builtin_prefetch(advance(weights[k] + i, ahead), 1);
+      __builtin_prefetch(advance(grads[k] + i, kAheadBytes));
+      Stored weight[Bits::n] = {}, from[Bits::n] = {};
+      memcpy(weight, weights[k] + i, whole ? sizeof weight : count * sizeof *weight);
+      memcpy(from, grads[k] + i, whole ? sizeof from : count * sizeof *from);
+      for (size_t j = 0; j < Bits::n; j += kLanes) {
+        Floats move = within(Weight::load(from + j) * factors[k], kLargest);
+        move = within(move * load_vector<Floats>(columns + j), kBound) * size;
+        Weight::store(weight + j, Weight::load(weight + j) - move);
+      }
+      if (!whole) memset(weight + count, 0, (Bits::n - count) * sizeof *weight);
+      memcpy(weights[k] + i, weight, whole ? sizeof weight : count * sizeof *weight);
+      sum += load_vector<Longs>(weight);
+    }
+    if (sums) *sums++ += sum;
+  }
+}
+
+template <class Weight, class Bits>
+void preview(const Side& s, const void* grad, float scale, float size) {
+  if (s.lane_bytes != 8) {
+    for_rows(s.num_rows, [&](const auto& rows) {
+      show<Weight, Bits>(s, grad, scale, size, rows, 0, s.row_numel, kAheadBytes, nullptr);
+    });
+    return fingerprint(s);
+  }
+  constexpr size_t kPerLane = 8 / sizeof(typename Bits::Element);
+  for (size_t first = 0; first < s.num_lanes; first += kStripLanes) {
+    const size_t count = s.num_lanes - first < kStripLanes ? s.num_lanes - first : kStripLanes;
+    const size_t rows_ahead = (kAheadBytes + count * 8 - 1) / (count * 8);
+    Longs sums[kStripLanes * 8 / kVectorBytes] = {};
+    for_rows(s.num_rows, [&](const auto& rows) {
+      show<Weight, Bits>(
+          s, grad, scale, size, rows, first * kPerLane, (first + count) * kPerLane, rows_ahead * s.row_stride,
+          sums);
+    });
+    memcpy(s.fingerprint + first, sums, count * sizeof *s.fingerprint);
+  }
+}
+
 template <class Weight>
 size_t num_different(const Side& s) {
   using Stored = typename Weight::Stored;
@@ -336,6 +404,12 @@ void publish_any(const Side& s, const void* staged) {
   kPublish[s.weight_type](s, staged);
 }
 
+void preview_any(const Side& s, const void* grad, float scale, float size) {
+  constexpr void (*kPreview[])(const Side&, const void*, float, float) = {
+      preview<Fp32, Bits32>, preview<Bf16, Bits16>, preview<Fp16, Bits16>};
+  kPreview[s.weight_type](s, grad, scale, size);
+}
+
 size_t num_different_any(const Side& s) {
   constexpr size_t (*kNumDifferent[])(const Side&) = {
       num_different<Fp32>, num_different<Bf16>, num_different<Fp16>};
@@ -353,7 +427,8 @@ void energy_any(
 
 extern const Select select;
 const Select select = {
-    take_any, all_finite_any, update_any, publish_any, num_changed, num_different_any, energy_any,
+    take_any,    all_finite_any, update_any,        publish_any,
+    preview_any, num_changed,    num_different_any, energy_any,
 };
 
 }  // namespace zenflow::ZENFLOW_ISA

@@ -16,9 +16,9 @@ from torch import Tensor
 from zenflow.core.selection import channel_sums, energy_block_rows
 from zenflow.kernels import selective
 from zenflow.kernels.native import ELEMENT_TYPES, Library
-from zenflow.kernels.selective import DeviceSide, Look, Share, Update
+from zenflow.kernels.selective import DeviceSide, Look, Preview, Share, Update
 
-_SIDE = struct.Struct("=QQQQQQQQQQQQQQQiiii")
+_SIDE = struct.Struct("=QQQQQQQQQQQQQQQQiiii")
 """``Side`` of ``api.h``."""
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _BATCH = [_POINTER, _SIZE]
@@ -28,6 +28,7 @@ _SIGNATURES = {
     "zenflow_all_finite": [*_BATCH, *[ctypes.c_char_p] * 3, _POINTER],
     "zenflow_update": [*_BATCH, *[ctypes.c_char_p] * 4],
     "zenflow_publish": [*_BATCH, *[ctypes.c_char_p] * 2],
+    "zenflow_preview": [*_BATCH, *[ctypes.c_char_p] * 4],
     "zenflow_num_changed": [*_BATCH, ctypes.c_char_p, _POINTER],
     "zenflow_num_different": [*_BATCH, ctypes.c_char_p, _POINTER],
     "zenflow_energy": [ctypes.c_int, _POINTER, _SIZE, _SIZE, _SIZE, _POINTER],
@@ -112,6 +113,20 @@ class NativeSelective:
         selective.publish(others)
         rows = _pointers([share.rows for share in ours])
         self._do(self._dll.zenflow_publish, len(ours), _records(ours), rows)
+        _written(ours)
+
+    def preview(self, shown: Sequence[Preview]) -> None:
+        """See :func:`zenflow.kernels.selective.preview`."""
+        ours, others = _split(shown, _serves_preview)
+        selective.preview(others)
+        self._do(
+            self._dll.zenflow_preview,
+            len(ours),
+            _records(ours),
+            _pointers([each.rows for each in ours]),
+            array("f", [each.scale for each in ours]).tobytes(),
+            array("f", [each.size for each in ours]).tobytes(),
+        )
         _written(ours)
 
     def energy(self, grad: Tensor) -> Tensor:
@@ -216,6 +231,7 @@ def _record_of_rows(side: DeviceSide) -> bytes:
         _address(side.is_selected),
         _address(side.fingerprint),
         _address(side.deferred_lanes),
+        _address(side.factors),
         lanes.shape[1],
         lanes.element_size(),
         ELEMENT_TYPES[weight.dtype],
@@ -232,7 +248,7 @@ def _record_of_resident(side: DeviceSide) -> bytes:
     pointers = [tensor.data_ptr() for tensor in state]
     numel = weight.numel()
     return _SIDE.pack(
-        weight.data_ptr(), 0, 1, numel, 1, 0, 0, *pointers, 0, 0, 0, 0, 0, 0, kind, kind, 0
+        weight.data_ptr(), 0, 1, numel, 1, 0, 0, *pointers, 0, 0, 0, 0, 0, 0, 0, kind, kind, 0
     )
 
 
@@ -254,6 +270,11 @@ def _serves_update(u: Update) -> bool:
     return bool(side.record) and grad.dtype is side.weight.dtype and grad.is_contiguous()
 
 
+def _serves_preview(shown: Preview) -> bool:
+    same = shown.rows.dtype is shown.side.weight.dtype
+    return bool(shown.side.record) and same and shown.rows.is_contiguous()
+
+
 def _split(items: Sequence[_T], serves: Callable[[_T], bool]) -> tuple[list[_T], list[_T]]:
     """Those that the native functions serve, and the others."""
     ours = [item for item in items if serves(item)]
@@ -262,7 +283,7 @@ def _split(items: Sequence[_T], serves: Callable[[_T], bool]) -> tuple[list[_T],
     return ours, [item for item in items if not serves(item)]
 
 
-def _records(items: Sequence[Share] | Sequence[Update]) -> bytes:
+def _records(items: Sequence[Share] | Sequence[Update] | Sequence[Preview]) -> bytes:
     return b"".join([item.side.record for item in items])
 
 
@@ -274,7 +295,7 @@ def _address_of(flags: "array[int]") -> int:
     return flags.buffer_info()[0]
 
 
-def _written(items: Sequence[Share] | Sequence[Update]) -> None:
+def _written(items: Sequence[Share] | Sequence[Update] | Sequence[Preview]) -> None:
     """Count the weights' versions, as torch does for its own writes: autograd refuses a backward pass
     through a weight that has changed since, and users' edits are told from ours."""
     torch.autograd.graph.increment_version([item.side.weight for item in items])
