@@ -574,3 +574,14 @@ def test_state_does_not_follow_torchs_defaults(default: Callable[[], Iterator[No
             optimizer.close()
         results.append(list(model.parameters()))
     assert all(map(torch.equal, *results))
+
+
+def test_weights_without_data_are_refused() -> None:
+    param = torch.nn.Parameter(torch.empty(20, 20, device="meta"))
+    optimizer = zenflow.ZenFlowAdamW([param])
+    param.grad = torch.empty_like(param)
+    with pytest.raises(
+        ValueError, match=r"parameters lie on 'meta'; .* 'cpu' here: move the model"
+    ):
+        optimizer.step()
+    optimizer.close()

@@ -47,7 +47,12 @@ class Platform:
 
 
 def choose_platform(device: torch.device, config: ZenFlowConfig) -> Platform:
-    """The platform for weights on ``device``. Starts the worker threads."""
+    """The platform for weights on ``device``. Starts the worker threads.
+
+    Raises:
+        ValueError: if it is neither the CPU nor this process's accelerator, or one without streams.
+    """
+    _check_device(device)
     shares_memory = device.type == "cpu"
     kernel = choose_kernel()
     cores = read_cores().share()
@@ -72,6 +77,16 @@ def choose_platform(device: torch.device, config: ZenFlowConfig) -> Platform:
         workers=workers,
         release=partial(_worker_cores.give_back, bound),
     )
+
+
+def _check_device(device: torch.device) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    here = [kind for kind in ("cpu", accelerator and accelerator.type) if kind not in (None, "mps")]
+    if device.type not in here:
+        raise ValueError(
+            f"parameters lie on {str(device)!r}; they can be trained on "
+            f"{' or '.join(map(repr, here))} here: move the model there before the first backward pass"
+        )
 
 
 def _begin_worker(cores: Sequence[int], device: torch.device, overlapped: bool) -> None:

@@ -55,14 +55,16 @@ def no_offload() -> Contender:
     return Contender(name=NO_OFFLOAD, engine="torch", bytes_per_parameter=9)
 
 
-def ours(interval: int | str, topk_ratio: float, threads: int | None = None) -> Contender:
+def ours(
+    interval: int | str, topk_ratio: float, threads: int | None = None, *, preview: bool = True
+) -> Contender:
     """This library, overlapped."""
     settings = {"update_interval": interval, "topk_ratio": topk_ratio, "host_threads": threads}
     return Contender(
-        name=f"zenflow S={interval}",
+        name=f"zenflow S={interval}{'' if preview else ', no previews'}",
         engine="zenflow",
         threads=threads,
-        settings=settings,
+        settings={**settings, "preview": preview},
         warm_up=_AUTO_WARM_UP if interval == "auto" else 8,
         bytes_per_parameter=30,
     )

@@ -30,7 +30,8 @@ DESCRIPTION = """\
 Train bf16 matrices whose backward pass takes a set time and no CPU, as if an accelerator computed
 it, and hands over ready gradients. What a step takes beyond that time is what the engine costs.
 Contenders have processes of their own and take turns: torch without offload, ours synchronous and
-at several update intervals, and with --deepspeed-python ZeRO-Offload and DeepSpeed's ZenFlow.
+at several update intervals (the largest also without previews), and with --deepspeed-python
+ZeRO-Offload and DeepSpeed's ZenFlow.
 """
 
 _QUICK: dict[str, Any] = {
@@ -179,6 +180,9 @@ def _contenders(arguments: argparse.Namespace) -> list[Contender]:
     ratio = arguments.topk_ratio
     found = [no_update(), no_offload(), ours_synchronous(ratio)]
     found += [ours(interval, ratio) for interval in arguments.intervals]
+    numbers = [interval for interval in arguments.intervals if interval != "auto"]
+    if numbers:
+        found.append(ours(max(numbers), ratio, preview=False))
     if arguments.deepspeed_python is not None:
         found.append(zero_offload())
         found += [deepspeed_zenflow(n, ratio) for n in arguments.deepspeed_intervals]

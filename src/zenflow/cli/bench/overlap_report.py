@@ -178,7 +178,7 @@ def _targets(cells: Sequence[Cell]) -> list[str]:
 def _beside_others(cells: Sequence[Cell]) -> list[str]:
     """What was wanted of ours beside others at the same compute time, and what was found."""
     names = {cell.contender.name for cell in cells}
-    pairs = [("zenflow S=4", NO_OFFLOAD)]
+    pairs = [("zenflow S=4", NO_OFFLOAD), ("zenflow S=4, no previews", NO_OFFLOAD)]
     pairs += [
         (f"zenflow S={interval}", f"DeepSpeed ZenFlow S={interval}, overlapped")
         for interval in (1, 2, 4)
