@@ -39,13 +39,14 @@ PARTS = {
     "finite": "finite check and gather",
     "written": "fingerprints",
     "publish": "publish",
+    "preview": "previews, fingerprints taken",
     "gather": "gather after a new selection",
     "update": "update and scatter",
     "score": "scores (mean: they are rare)",
     "rest": "everything else (Python)",
     "step": "step",
 }
-DEVICE_PARTS = ("finite", "written", "publish", "gather", "update", "score")
+DEVICE_PARTS = ("finite", "written", "publish", "preview", "gather", "update", "score")
 
 
 class TimedDevice(CpuDevice):
@@ -162,6 +163,7 @@ def bytes_moved(sides: list[DeviceSide], interval: int) -> dict[str, float]:
         "finite": 2 * numel + 2 * gathered,  # a written line is read first
         "written": 2 * numel,
         "publish": 3 * 2 * numel / interval,
+        "preview": 3 * 2 * numel,
         "update": 24 * sum(states) + gathered + 2 * lines,
     }
 

@@ -72,6 +72,7 @@ def test_equals_capture_at_step(
     max_grad_norm: float | None,
 ) -> None:
     config = {
+        "preview": False,
         "update_interval": interval,
         "select_interval": select_interval,
         "overlap_step": overlap,
@@ -84,7 +85,7 @@ def test_equals_capture_at_step(
 @pytest.mark.covers("several backward passes", "streaming capture")
 @pytest.mark.parametrize("parts", [2, 4])
 def test_accumulates_like_capture_at_step(parts: int) -> None:
-    config = {"update_interval": 3, "topk_ratio": 0.1}
+    config = {"update_interval": 3, "topk_ratio": 0.1, "preview": False}
     streamed = train(config | {"stream_gradients": True}, torch.float32, parts)
     assert_equal(streamed, train(config, torch.float32, parts))
 
@@ -117,7 +118,12 @@ def test_a_foreign_clip_grad_norm_is_honoured(foreach: bool | None, interval: in
     results = []
     for streaming in (False, True):
         model = make_model()
-        config = {"update_interval": interval, "topk_ratio": 0.1, "stream_gradients": streaming}
+        config = {
+            "update_interval": interval,
+            "topk_ratio": 0.1,
+            "stream_gradients": streaming,
+            "preview": False,
+        }
         optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-2, config=config)
         norms = []
         for step in range(NUM_STEPS):
@@ -148,7 +154,12 @@ def test_the_configs_bound_is_of_what_others_have_clipped(bound: float) -> None:
     results = []
     for streaming in (False, True):
         model = make_model()
-        config = {"update_interval": 2, "max_grad_norm": bound, "stream_gradients": streaming}
+        config = {
+            "update_interval": 2,
+            "max_grad_norm": bound,
+            "stream_gradients": streaming,
+            "preview": False,
+        }
         optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-2, config=config)
         for step in range(NUM_STEPS):
             backward(model, step)[0].backward()
@@ -200,7 +211,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_whole() -> None:
     """Also in the first step, which has begun states, and where channels were due for scoring."""
     for bad_step in (0, 3, 4):
         model, reference = make_model(), make_model()
-        config = {"select_interval": 1, "topk_ratio": 0.1}
+        config = {"select_interval": 1, "topk_ratio": 0.1, "preview": False}
         ours, expected = (streaming_optimizer(m, **config) for m in (model, reference))
         for step in range(9):
             if step == bad_step:
@@ -358,7 +369,7 @@ def test_gradients_of_another_dtype_than_the_weights() -> None:
     results = []
     for streaming in (False, True):
         model = make_model(torch.bfloat16)
-        optimizer = streaming_optimizer(model, stream_gradients=streaming)
+        optimizer = streaming_optimizer(model, stream_gradients=streaming, preview=False)
         for param in model.parameters():
             param.grad_dtype = torch.float32
         for step in range(NUM_STEPS):

@@ -330,7 +330,7 @@ def _restore_resident(engine: Engine, resident: Resident, state: Mapping[str, An
 def _restore_factors(platform: Platform, segment: Segment, saved: Mapping[str, Any]) -> None:
     """Of previews; a run that shows none, or whose weights are cut otherwise, has none."""
     assert segment.side is not None
-    factors, room = saved.get("factors"), segment.side.factors
+    factors, room = saved["factors"], segment.side.factors
     if factors is not None and room is not None and factors.shape == room.shape:
         segment.factors_at = saved["factors_at"]
         platform.device.run(device_ops.copy, room, upload(platform, factors))

@@ -91,9 +91,9 @@ def _check_segment(segment: Mapping[str, Any], where: str) -> None:
     for name in ("adopted", "host_steps", "synchronous_until"):
         _get(segment, name, int, where)
     _get(segment, "extrapolated", bool, where)
-    if segment.get("factors") is not None:
-        _get(segment, "factors_at", int, where)
-        factors = _get(segment, "factors", Tensor, where)
+    _get(segment, "factors_at", int, where)
+    factors = _get(segment, "factors", (Tensor, type(None)), where)
+    if factors is not None:
         legal = factors.dtype == torch.float32 and factors.dim() == 1
         _need(legal, f"{where}: factors are no fp32 list", factors)
     _get(segment, "unpublished_delay", (*_NUMBER, type(None)), where)
