@@ -251,11 +251,18 @@ ZENFLOW_INLINE Floats within(Floats x, float bound) {
   return x < -bound ? Floats{} - bound : x;
 }
 
-// kernels/selective.py's `preview`, of elements of some rows; the sums as in pass_over.
-template <class Weight, class Bits, size_t n>
+// As many elements as there are floats in a vector, as lanes of eight bytes.
+template <size_t bytes>
+struct LanesOf {
+  typedef uint64_t Vector __attribute__((vector_size(bytes)));
+};
+
+// kernels/selective.py's `preview`, of elements of some rows; the sums as in pass_over. A piece is stored and
+// added while it is in one register: to read back what was stored in parts would stall.
+template <class Weight, size_t n, class Sums>
 ZENFLOW_INLINE void show(
     const Side& s, const void* grad, float scale, float size, const Rows<n>& rows, size_t first, size_t last,
-    size_t ahead, Longs* sums) {
+    size_t ahead, Sums* sums) {
   using Stored = typename Weight::Stored;
   constexpr float kLargest = 1e30f, kBound = 3.0f;
   const float* by_column = s.factors + s.num_rows;
@@ -267,46 +274,55 @@ ZENFLOW_INLINE void show(
     grads[k] = static_cast<const Stored*>(grad) + rows.at[k] * s.row_numel;
     factors[k] = s.factors[rows.at[k]] * scale;
   }
-  for (size_t i = first; i < last; i += Bits::n) {
-    const size_t count = last - i < Bits::n ? last - i : Bits::n;
-    const bool whole = count == Bits::n;
-    float columns[Bits::n] = {};
-    memcpy(columns, by_column + i, whole ? sizeof columns : count * sizeof *columns);
-    Longs sum = {};
+  const auto moved = [&](Floats weight, Floats gradient, float factor, Floats columns) {
+    return weight - within(within(gradient * factor, kLargest) * columns, kBound) * size;
+  };
+  size_t i = first;
+  for (; last - i >= kLanes; i += kLanes) {
+    const Floats columns = load_vector<Floats>(by_column + i);
+    Sums sum = {};
     ZENFLOW_EACH_ROW {
       __builtin_prefetch(advance(weights[k] + i, ahead), 1);
       __builtin_prefetch(advance(grads[k] + i, kAheadBytes));
-      Stored weight[Bits::n] = {}, from[Bits::n] = {};
-      memcpy(weight, weights[k] + i, whole ? sizeof weight : count * sizeof *weight);
-      memcpy(from, grads[k] + i, whole ? sizeof from : count * sizeof *from);
-      for (size_t j = 0; j < Bits::n; j += kLanes) {
-        Floats move = within(Weight::load(from + j) * factors[k], kLargest);
-        move = within(move * load_vector<Floats>(columns + j), kBound) * size;
-        Weight::store(weight + j, Weight::load(weight + j) - move);
-      }
-      if (!whole) memset(weight + count, 0, (Bits::n - count) * sizeof *weight);
-      memcpy(weights[k] + i, weight, whole ? sizeof weight : count * sizeof *weight);
-      sum += load_vector<Longs>(weight);
+      Stored piece[kLanes];
+      Weight::store(piece, moved(Weight::load(weights[k] + i), Weight::load(grads[k] + i), factors[k], columns));
+      memcpy(weights[k] + i, piece, sizeof piece);
+      sum += load_vector<Sums>(piece);
     }
     if (sums) *sums++ += sum;
   }
+  if (i == last) return;
+  const size_t bytes = (last - i) * sizeof(Stored);
+  float columns[kLanes] = {};
+  memcpy(columns, by_column + i, (last - i) * sizeof *columns);
+  ZENFLOW_EACH_ROW {
+    Stored weight[kLanes] = {}, from[kLanes] = {}, piece[kLanes];
+    memcpy(weight, weights[k] + i, bytes);
+    memcpy(from, grads[k] + i, bytes);
+    Weight::store(piece, moved(Weight::load(weight), Weight::load(from), factors[k], load_vector<Floats>(columns)));
+    memcpy(weights[k] + i, piece, bytes);
+    memcpy(weight, piece, bytes);  // zeros behind the end
+    if (sums) *sums += load_vector<Sums>(weight);
+  }
 }
 
-template <class Weight, class Bits>
+template <class Weight>
 void preview(const Side& s, const void* grad, float scale, float size) {
+  using Stored = typename Weight::Stored;
+  using Sums = typename LanesOf<kLanes * sizeof(Stored)>::Vector;
   if (s.lane_bytes != 8) {
     for_rows(s.num_rows, [&](const auto& rows) {
-      show<Weight, Bits>(s, grad, scale, size, rows, 0, s.row_numel, kAheadBytes, nullptr);
+      show<Weight>(s, grad, scale, size, rows, 0, s.row_numel, kAheadBytes, static_cast<Sums*>(nullptr));
     });
     return fingerprint(s);
   }
-  constexpr size_t kPerLane = 8 / sizeof(typename Bits::Element);
+  constexpr size_t kPerLane = 8 / sizeof(Stored);
   for (size_t first = 0; first < s.num_lanes; first += kStripLanes) {
     const size_t count = s.num_lanes - first < kStripLanes ? s.num_lanes - first : kStripLanes;
     const size_t rows_ahead = (kAheadBytes + count * 8 - 1) / (count * 8);
-    Longs sums[kStripLanes * 8 / kVectorBytes] = {};
+    Sums sums[kStripLanes * 8 / sizeof(Sums)] = {};
     for_rows(s.num_rows, [&](const auto& rows) {
-      show<Weight, Bits>(
+      show<Weight>(
           s, grad, scale, size, rows, first * kPerLane, (first + count) * kPerLane, rows_ahead * s.row_stride,
           sums);
     });
@@ -406,7 +422,7 @@ void publish_any(const Side& s, const void* staged) {
 
 void preview_any(const Side& s, const void* grad, float scale, float size) {
   constexpr void (*kPreview[])(const Side&, const void*, float, float) = {
-      preview<Fp32, Bits32>, preview<Bf16, Bits16>, preview<Fp16, Bits16>};
+      preview<Fp32>, preview<Bf16>, preview<Fp16>};
   kPreview[s.weight_type](s, grad, scale, size);
 }
 
