@@ -33,7 +33,8 @@ class ZenFlowConfig:
 
     max_update_interval: int = 4
     """Upper bound (steps, >= 1) for ``update_interval="auto"``, and so for the staleness. Default
-    4, the paper's steady state. Without effect for an integer ``update_interval``."""
+    4, the paper's steady state: with previews it costs nothing that docs/convergence.md could measure,
+    and a longer one saves the host little. Without effect for an integer ``update_interval``."""
 
     select_interval: int | Auto = "auto"
     """Steps (>= 1) between two scorings of a weight's channels, or "auto": 4 to 64, longer while
@@ -42,7 +43,8 @@ class ZenFlowConfig:
 
     full_warm_up_rounds: int = 0
     """Number of first steps (>= 0) run synchronously, with every gradient applied before ``step()``
-    returns. Default 0; raise it where training starts from random weights."""
+    returns. Default 0: with previews, training from random weights needs none (docs/convergence.md);
+    without them, raise it there."""
 
     overlap_step: bool = True
     """True: sweeps run beside the next step and are published in the next ``step()``. False: a due
@@ -52,12 +54,12 @@ class ZenFlowConfig:
     """"replay" applies each gathered gradient as its own AdamW sub-step with its own step's lr.
     "accumulate" is the paper's rule, one update with the window's mean gradient, kept for
     comparison: deferred weights then learn about ``update_interval`` times slower. Default
-    "replay"."""
+    "replay", which kept nearer to AdamW in every run of docs/convergence.md."""
 
     lookahead: bool = True
     """Publish weights extrapolated by their expected delay; the master stays exact. Default True:
-    in early experiments it removed most of what staleness costs; a convergence report is still to
-    come. Without effect where nothing is stale."""
+    without it, deferred weights lack what momentum has already decided (docs/convergence.md has both).
+    Without effect where nothing is stale."""
 
     preview: bool = True
     """Deferred weights show each gradient in its own step, roughly (moved by a share of ``lr * grad`` over
