@@ -200,3 +200,10 @@ def test_factors_are_taken_ever_less_often() -> None:
     assert taken[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
     gaps = [b - a for a, b in itertools.pairwise(taken)]
     assert gaps == sorted(gaps) and gaps[-1] == 64
+
+
+def test_factors_stay_on_the_host_under_another_default_device() -> None:
+    out, exp_avg_sq, columns = torch.zeros(7), torch.ones(3, 4), torch.arange(4)
+    with torch.device("meta"):
+        write_factors(exp_avg_sq, None, columns, 1.0, 0.0, out)
+    assert torch.equal(out, torch.ones(7))

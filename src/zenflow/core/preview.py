@@ -57,7 +57,7 @@ def write_factors(
             selected or has no history. All 0 if the second moment is not finite: then nothing is shown.
     """
     num_rows, _, *kernel = exp_avg_sq.shape
-    row_sums, column_sums = [], torch.zeros((), dtype=torch.float64)
+    row_sums, column_sums = [], torch.zeros((), dtype=torch.float64, device="cpu")
     row_numel = max(1, exp_avg_sq[0].numel())
     for chunk in exp_avg_sq.split(max(1, _CHUNK_NUMEL // row_numel)):
         deferred = chunk if places is None else chunk.index_select(1, places)
