@@ -169,7 +169,9 @@ def test_workers_beside_an_accelerator_are_bound_and_the_training_thread_is_not(
     for name in ("AcceleratorDevice", "StreamLink", "RamStorage"):
         monkeypatch.setattr(platforms, name, lambda *_, **__: None)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
-    platform = platforms.choose_platform(torch.device("xpu"), ZenFlowConfig())
+    here = torch.device("xpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: here)
+    platform = platforms.choose_platform(here, ZenFlowConfig())
     found = in_worker(platform, lambda: (os.sched_getaffinity(0), priority()))
     assert found[0] < allowed
     assert read_cores().physical[0] not in found[0]
