@@ -54,7 +54,8 @@ class ZenFlowConfig:
     """"replay" applies each gathered gradient as its own AdamW sub-step with its own step's lr.
     "accumulate" is the paper's rule, one update with the window's mean gradient, kept for
     comparison: deferred weights then learn about ``update_interval`` times slower. Default
-    "replay", which kept nearer to AdamW in every run of docs/convergence.md."""
+    "replay": with previews it was nearer to AdamW than the paper's rule on every task of
+    docs/convergence.md; without them, not on all."""
 
     lookahead: bool = True
     """Publish weights extrapolated by their expected delay; the master stays exact. Default True:

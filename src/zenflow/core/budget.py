@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from zenflow.core.preview import factors_numel
 from zenflow.core.segments import RowBlock, plan_segments
 from zenflow.core.selection import ENERGY_BLOCK_NUMEL
 
@@ -111,9 +110,7 @@ def device_need(
     largest_block = max((block.numel for block in blocks), default=0)
     if streaming_bytes is None:
         columns = [split[b.weight].channels * split[b.weight].kernel for b in blocks]
-        factors = sum(
-            4 * factors_numel(b.numel // of, of) for b, of in zip(blocks, columns, strict=True)
-        )
+        factors = sum(4 * (b.numel // of + of) for b, of in zip(blocks, columns, strict=True))
     return DeviceNeed(
         weights=(deferred + selected + resident) * itemsize,
         state=STATE_BYTES * selected + (8 + own_master) * resident,

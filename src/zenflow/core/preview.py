@@ -30,11 +30,6 @@ def refresh_is_due(step: int, known_at: int) -> bool:
     return step - known_at >= min(_MAX_REFRESH_STEPS, max(1, known_at // 4))
 
 
-def factors_numel(rows: int, columns: int) -> int:
-    """fp32 numbers that a segment of so many rows and row elements keeps on the device."""
-    return rows + columns
-
-
 def write_factors(
     exp_avg_sq: Tensor,
     places: Tensor | None,

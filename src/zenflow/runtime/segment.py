@@ -301,7 +301,7 @@ class Segment:
         """The present ones of the previews, or zeros."""
         if not self.shows_previews or self.side is not None:
             return None if self.side is None else self.side.factors
-        numel = preview.factors_numel(len(self.weight), self.weight[0].numel())
+        numel = len(self.weight) + self.weight[0].numel()
         factors = platform.device.empty((numel,), torch.float32)
         platform.device.run(selective.clear, factors)
         return factors
