@@ -193,8 +193,7 @@ FAULTS: dict[str, list[Row]] = {
         Row(
             "fast on the host",
             "a host update far below the memory's bandwidth, on one thread",
-            "vector instructions with the same bits as plain torch; which ones serve is said",
-            "`zenflow doctor`",
+            "vector instructions with the same bits as plain torch; `zenflow doctor` says which serve",
         ),
         Row(
             "bound cores",

@@ -17,13 +17,13 @@ from zenflow.cli.bench.engines import OurEngine
 from zenflow.cli.bench.interpreters import command_in, read_answer
 from zenflow.cli.bench.link import RatedLink
 from zenflow.cli.bench.overlap_report import Cell, add_model
-from zenflow.cli.bench.plot import Line, plot, ticks
 from zenflow.cli.bench.processes import Child, Turns
 from zenflow.cli.bench.report import Report, Target, shown_command, thread_counts
 from zenflow.cli.bench.stub import StubModel
 from zenflow.cli.bench.summary import Spread, percentile
 from zenflow.cli.errors import RunError, UsageError
 from zenflow.cli.main import main
+from zenflow.cli.plot import Line, plot, ticks
 
 TINY = {"kind": "stub", "numel": 4 * 64 * 64, "side": 64}
 

@@ -1,6 +1,7 @@
 """Nonsense is refused by name, with the legal range."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ NONSENSE: dict[str, list[Any]] = {
     "host_threads": [0, -1, 2.0, True, "all", None, NAN],
     "max_grad_norm": [0, -1.0, 10**400, NAN, INF, True, "1.0"],
     "stream_gradients": [0, 1, "yes", None],
+    "selection_log": [3, True, b"log", ["log"], 1.0],
 }
 LEGAL: dict[str, list[Any]] = {
     "topk_ratio": [0, 1, 0.0, 1.0, 0.05],
@@ -35,6 +37,7 @@ LEGAL: dict[str, list[Any]] = {
     "host_threads": [1, 64, "auto"],
     "max_grad_norm": [None, 1, 0.5],
     "stream_gradients": [True, False],
+    "selection_log": [None, "selection.jsonl", Path("runs", "selection.jsonl")],
 }
 FIELDS = [field.name for field in dataclasses.fields(zenflow.ZenFlowConfig)]
 

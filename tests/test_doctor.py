@@ -214,6 +214,7 @@ def test_a_compiler_that_is_set_and_not_there_is_none(monkeypatch):
     assert software.find_compiler() is None
 
 
+@pytest.mark.covers("fast on the host")
 @pytest.mark.usefixtures("few_measurements")
 @pytest.mark.parametrize(
     ("forced", "words"),

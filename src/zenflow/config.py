@@ -1,6 +1,7 @@
 """What a user may choose, each field with its unit, default and reason."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,6 +89,12 @@ class ZenFlowConfig:
     ``optimizer.accumulate()``, and clip by ``clip_grad_norm_`` or ``max_grad_norm``; any other use
     of ``.grad`` is an error."""
 
+    selection_log: str | os.PathLike[str] | None = None
+    """File to which each scoring of channels is added (its skew, and which channels it chose; one JSON
+    line), and each change of the update interval, for ``zenflow inspect``; or None: no log. One file for
+    each optimizer. Default None; it costs a copy of 4 bytes a channel and some 100 microseconds for each
+    weight that is scored."""
+
     def __post_init__(self) -> None:
         _check_number("topk_ratio", self.topk_ratio, 0, 1)
         _check_int("update_interval", self.update_interval, 1, auto=True)
@@ -102,6 +109,7 @@ class ZenFlowConfig:
         if self.max_grad_norm is not None:
             _check_positive("max_grad_norm", self.max_grad_norm)
         _check_bool("stream_gradients", self.stream_gradients)
+        _check_path("selection_log", self.selection_log)
 
     @classmethod
     def of(cls, config: "ZenFlowConfig | Mapping[str, Any] | None") -> "ZenFlowConfig":
@@ -164,6 +172,11 @@ def _check_int(name: str, value: object, low: int, *, auto: bool = False) -> Non
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         _refuse(name, value, "True or False")
+
+
+def _check_path(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        _refuse(name, value, "a path, or None")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -212,7 +212,8 @@ def test_zenflow_commands(tmp_path):
     short = ["--max-steps", "2", "--batch-size", "2", "--max-length", "32"]
     run([*zenflow, "finetune", *short, "--output", "path/to/model"], cwd=tmp_path, timeout_s=300)
     for line in lines:
-        run([*zenflow, *line, *short], cwd=tmp_path, timeout_s=300)
+        more = short if line[0] == "finetune" else []
+        run([*zenflow, *line, *more], cwd=tmp_path, timeout_s=300)
         if "--output" in line:
             output = tmp_path / line[line.index("--output") + 1]
             assert (output / "summary.json").exists()

@@ -1,6 +1,8 @@
 """Short training runs that together reach every wait of the runtime."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zenflow.config import ZenFlowConfig
+from zenflow.core.selection_log import SelectionLog, parse
 from zenflow.runtime import pipeline
 from zenflow.testing.oracle import Oracle
 from zenflow.testing.simulated import Policy, Rates, SimulatedMachine, SimulatedTraining
@@ -142,6 +145,18 @@ def same(seen: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
         for weights, others in zip(seen, other, strict=True)
         for a, b in zip(weights, others, strict=True)
     )
+
+
+EARLY = Policy(compute="early", links="early", workers="early")
+
+
+def logged(scenario: Scenario, policy: Policy, *, shared: bool = False) -> SelectionLog:
+    """What a run's selection log says."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "log")
+        config = {**scenario.config, "selection_log": path}
+        simulated(replace(scenario, config=config), policy, shared=shared)
+        return parse(path.read_text().splitlines())
 
 
 SELECTING = {"topk_ratio": 0.25, "select_interval": 2}

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scenarios import RATES, SCENARIOS, SHAPES, Scenario, expected, same, simulated
+from scenarios import (
+    EARLY,
+    RATES,
+    SCENARIOS,
+    SHAPES,
+    Scenario,
+    expected,
+    logged,
+    same,
+    simulated,
+)
 
 from zenflow.testing.simulated import Policy, policies
 
@@ -54,6 +64,18 @@ def test_every_policy(name: str) -> None:
         assert same(simulated(scenario, policy).seen, right), policy
     for policy in SHARED:
         assert same(simulated(scenario, policy, shared=True).seen, right), policy
+
+
+@pytest.mark.parametrize("name", ["plain", "skips", "resume", "streaming", "accumulate"])
+def test_the_selection_log_is_the_same_however_late_copies_are(name: str) -> None:
+    right = logged(SCENARIOS[name], EARLY, shared=True)
+    assert len(right.scorings) > 4
+    for policy in POLICIES:
+        log = logged(SCENARIOS[name], policy)
+        assert {(s.step, s.weight, s.chosen) for s in log.scorings} == {
+            (s.step, s.weight, s.chosen) for s in right.scorings
+        }, policy
+        assert log == logged(SCENARIOS[name], EARLY), policy
 
 
 def test_a_run_is_the_same_twice() -> None:

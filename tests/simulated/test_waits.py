@@ -12,7 +12,7 @@ from functools import cache
 from types import ModuleType
 
 import pytest
-from scenarios import SCENARIOS, expected, same, simulated
+from scenarios import EARLY, SCENARIOS, expected, logged, same, simulated
 from test_stall import assert_steady, per_layer, train
 from torch import Tensor
 from waits import OWN_FUNCTIONS, OWN_METHODS, TICKET_METHODS, Wait, find_waits, modules, without
@@ -37,9 +37,15 @@ TIMED = "self.platform.device.mark().wait()"
 """The wait for compute before a step is timed. Right numbers do not need it, because the check for
 finite gradients waits as well; without it compute would pass for the step's own overhead."""
 
+LOGGED = "energies = scored and scored.energies"
+"""The wait that only the selection log needs: without it the log says something else."""
+
 NEEDLESS = {
     "while self._job is not None and (not self._finished.wait(_LIVENESS_CHECK_S)):": (
         "real threads, which the simulation replaces; tests/runtime has their tests"
+    ),
+    "writer.scored(self.name, step, platform.device.read(energies), chosen)": (
+        "the read of the choice has waited for the same work; this one is there to copy"
     ),
 }
 """Statements whose wait no simulated run needs, and why."""
@@ -102,8 +108,17 @@ def find_wrong_time() -> str | None:
     return None
 
 
+def find_wrong_log() -> str | None:
+    for policy in (Policy(), Policy(links="loose")):
+        for name in ("plain", "streaming"):
+            if logged(SCENARIOS[name], policy) != logged(SCENARIOS[name], EARLY):
+                return f"{name}, {policy}: another log"
+    return None
+
+
 def test_nothing_fails_as_it_is() -> None:
     assert find_wrong_time() is None
+    assert find_wrong_log() is None
     assert all(
         same(simulated(SCENARIOS[name], policy).seen, right(name))
         for name in ("plain", "streaming")
@@ -118,13 +133,18 @@ def test_without_it_a_run_goes_wrong(wait: Wait) -> None:
         if wait.statement.startswith(statement):
             pytest.skip(reason)
     with without(wait):
-        failure = find_wrong_time() if wait.statement == TIMED else find_failure(wait)
+        if wait.statement == TIMED:
+            failure = find_wrong_time()
+        elif wait.statement.startswith(LOGGED):
+            failure = find_wrong_log()
+        else:
+            failure = find_failure(wait)
     assert failure is not None, f"nothing needs the wait in: {wait.statement}"
 
 
 def test_the_exceptions_exist() -> None:
     statements = [wait.statement for wait in find_waits()]
-    for exception in (TIMED, *NEEDLESS):
+    for exception in (TIMED, LOGGED, *NEEDLESS):
         assert any(statement.startswith(exception) for statement in statements)
 
 

@@ -10,8 +10,9 @@ from zenflow.cli.bench import command as bench
 from zenflow.cli.doctor import command as doctor
 from zenflow.cli.errors import CliError, Interrupted, one_line
 from zenflow.cli.finetune import command as finetune
+from zenflow.cli.inspect import command as inspect
 
-_COMMANDS = (finetune, bench, doctor)
+_COMMANDS = (finetune, inspect, bench, doctor)
 """Each has NAME, SUMMARY, add_arguments(parser) and run(arguments) -> exit code."""
 
 

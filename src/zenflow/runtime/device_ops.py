@@ -41,11 +41,15 @@ def count_nonfinite(grad: Tensor, scale: float, count: Tensor) -> None:
     count.copy_((~torch.isfinite(scaled)).sum())
 
 
-def score(grad: Tensor, kernel: DeviceKernel, reduce: Reduce, chosen: Tensor) -> None:
-    """Write the channels that this gradient would select."""
+def score(
+    grad: Tensor, kernel: DeviceKernel, reduce: Reduce, chosen: Tensor, energies: Tensor | None
+) -> None:
+    """Write the channels that this gradient would select and, if asked, the channels' energies."""
     energy = kernel.energy(grad)
     reduce.sum(energy)
     chosen.copy_(select_channels(energy, chosen.numel()))
+    if energies is not None:
+        energies.copy_(energy)
 
 
 def gather(source: Tensor, index: Tensor, target: Tensor) -> None:

@@ -23,6 +23,7 @@ from zenflow.runtime.pipeline import HostPipeline
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.previews import Previews
 from zenflow.runtime.resident import Resident
+from zenflow.runtime.selection_writer import SelectionWriter
 from zenflow.runtime.stages import staged
 from zenflow.runtime.stats import Meter, StepStats
 from zenflow.runtime.weight import Weight
@@ -85,6 +86,7 @@ class Engine:
         self.weights: dict[Tensor, Weight] = {}
         self.edits = Edits(platform, self.pipeline, self.residents, self.weights)
         self.previews = Previews(platform, config)
+        self.writer = SelectionWriter(config)
         self.stats = StepStats()
         self.step_index = 0
         self._absorbed: dict[Tensor, _Absorbed] = {}
@@ -165,6 +167,7 @@ class Engine:
         if not overlap:
             self.pipeline.publish_in_flight()
         self.edits.mark_seen()
+        self.writer.stepped(self.step_index, interval)
         self._set_stats(interval)
 
     @staged("zenflow.capture")
@@ -275,6 +278,7 @@ class Engine:
         except Exception:
             _log.warning("closed without the pending deferred updates", exc_info=True)
         finally:
+            self.writer.close()
             self.platform.workers.close()
             self.platform.release()
 
@@ -396,7 +400,10 @@ class Engine:
             if selection is None or (weight.adopted == selection.version and not selection.pending):
                 continue
             with self.meter.stall():
-                selection.arrive(self.step_index)
+                scored = selection.arrive(self.step_index)
+                energies = scored and scored.energies and scored.energies.wait()
+            if scored is not None and energies is not None:
+                self.writer.scored(weight.name, scored.step, energies, selection.chosen)
             for segment in weight.segments:
                 if segment.adopted == selection.version or segment.oldest is not None:
                     continue
@@ -427,9 +434,9 @@ class Engine:
 
     def _select(self, weight: Weight, grad: Tensor, step: int) -> None:
         if not weight.begun:
-            weight.begin(self.platform, grad, self.config.select_interval, step)
+            weight.begin(self.platform, grad, self.config.select_interval, step, self.writer)
         elif weight.selection is not None and step >= weight.selection.due:
-            weight.selection.score(self.platform, grad, step)
+            weight.selection.score(self.platform, grad, step, logged=self.writer.is_on)
 
     def count_trained(self, param: Tensor, num_selected: int) -> None:
         """Count a parameter that has begun to train, in the figures."""

@@ -21,7 +21,7 @@ from zenflow.runtime.platform import Platform
 from zenflow.runtime.resident import NOT_SEEN, Resident
 from zenflow.runtime.saved_format import check_format
 from zenflow.runtime.segment import Segment, upload
-from zenflow.runtime.selection import Selection
+from zenflow.runtime.selection import Scored, Selection
 from zenflow.runtime.weight import Weight
 
 _log = logging.getLogger("zenflow")
@@ -370,7 +370,9 @@ def _restore_selection(saved: Mapping[str, Any] | None, config: ZenFlowConfig) -
         auto=auto,
         due=saved["due"],
         version=saved["version"],
-        pending=[(step, _transferred(chosen.clone())) for step, chosen in saved["pending"]],
+        pending=[
+            Scored(step, _transferred(chosen.clone()), None) for step, chosen in saved["pending"]
+        ],
     )
 
 

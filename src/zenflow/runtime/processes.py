@@ -5,6 +5,11 @@ import torch.distributed as dist
 from zenflow.config import ZenFlowConfig
 
 
+def is_first_process() -> bool:
+    """Whether this process speaks for its group, if it is in one."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
 def check_processes(config: ZenFlowConfig) -> None:
     """Refuse what would let the processes of one process group drift apart.
 

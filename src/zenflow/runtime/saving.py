@@ -103,13 +103,13 @@ def _export_selection(selection: Selection | None, step: int) -> dict[str, Any] 
     """Without what a streamed gradient of the next step has already chosen."""
     if selection is None:
         return None
-    pending = [(scored, transfer) for scored, transfer in selection.pending if scored <= step]
+    pending = [scored for scored in selection.pending if scored.step <= step]
     return {
         "chosen": selection.chosen.clone(),
         "version": selection.version,
         "interval": selection.interval,
         "due": selection.due if len(pending) == len(selection.pending) else step + 1,
-        "pending": [[scored, transfer.wait().clone()] for scored, transfer in pending],
+        "pending": [[scored.step, scored.chosen.wait().clone()] for scored in pending],
     }
 
 

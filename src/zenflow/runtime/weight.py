@@ -14,7 +14,8 @@ from zenflow.runtime import device_ops
 from zenflow.runtime.platform import Platform
 from zenflow.runtime.resident import NOT_SEEN, check_place, identity
 from zenflow.runtime.segment import Segment
-from zenflow.runtime.selection import Selection
+from zenflow.runtime.selection import Selection, score
+from zenflow.runtime.selection_writer import SelectionWriter
 
 
 @dataclass(slots=True, eq=False)
@@ -47,17 +48,23 @@ class Weight:
     inherited: Mapping[str, Any] | None = None
     restored_checksum: int | None = None
 
-    def begin(self, platform: Platform, grad: Tensor, interval: int | str, step: int) -> None:
+    def begin(
+        self,
+        platform: Platform,
+        grad: Tensor,
+        interval: int | str,
+        step: int,
+        writer: SelectionWriter,
+    ) -> None:
         """Create the state, with the channels that this first gradient selects."""
         self.follow()
         chosen = torch.empty(0, dtype=torch.int64, device="cpu")
         if self.num_selected:
-            scored = platform.device.empty((self.num_selected,), torch.int64)
-            platform.device.run(
-                device_ops.score, grad, platform.device_kernel, platform.reduce, scored
-            )
+            scored, energies = score(platform, grad, self.num_selected, logged=writer.is_on)
             chosen = platform.device.read(scored)
             self.selection = Selection.begin(chosen, interval, step, self.index)
+            if energies is not None:
+                writer.scored(self.name, step, platform.device.read(energies), chosen)
         for segment in self.segments:
             segment.begin(platform, chosen)
         self.seen = identity(self.param)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zenflow.cli.bench.contenders import NO_OFFLOAD, SYNCHRONOUS, ZERO_OFFLOAD, Contender
-from zenflow.cli.bench.plot import Line, plot
 from zenflow.cli.bench.report import Report, allowed_cores, table
 from zenflow.cli.bench.summary import Spread
+from zenflow.cli.plot import Line, plot
 
 _HIDDEN = 0.85
 """Host time below this share of compute has to be hidden."""

@@ -257,7 +257,12 @@ def _add_zenflow(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--lookahead",
         action=argparse.BooleanOptionalAction,
-        help="publish weights extrapolated by their delay; masters stay exact. Default on: it "
+        help="publish weights extrapolated by their delay; masters stay exact. Default on",
+    )
+    group.add_argument(
+        "--preview",
+        action=argparse.BooleanOptionalAction,
+        help="let weights that wait for the host show each gradient at once, roughly. Default on: it "
         "removes most of what staleness costs",
     )
     group.add_argument(
@@ -266,6 +271,12 @@ def _add_zenflow(group: argparse._ArgumentGroup) -> None:
         metavar="N|auto",
         help=f"threads that apply updates on the host. Default {default.host_threads}: as many as "
         "cores are allowed, up to 8; they give way to the model",
+    )
+    group.add_argument(
+        "--selection-log",
+        action="store_true",
+        default=None,
+        help="record in DIR/selection.jsonl what `zenflow inspect DIR` shows. Default off",
     )
 
 

@@ -6,6 +6,7 @@
     DIR/checkpoints/        the trainer's checkpoints (see ``checkpoints``)
     DIR/config.json, ...    the model, loadable by from_pretrained(DIR); config.json comes last
     DIR/heldout.jsonl       the held-out token sequences behind heldout_loss
+    DIR/selection.jsonl     the selection log, with --selection-log (see ``zenflow inspect``)
     DIR/summary.json        the figures of the finished run; written last of all
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 from zenflow.cli.errors import RunError, UsageError, one_line
 
+SELECTION_LOG = "selection.jsonl"
 _DEFAULT_NAME = "zenflow-output"
 _MAX_NUMBERED = 1000
 _LAST = "config.json"  # from_pretrained refuses a directory without it
@@ -51,6 +53,7 @@ class OutputDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.selection_log = path / SELECTION_LOG
         self._record = path / "run.json"
         self._summary = path / "summary.json"
         self._created = False
@@ -163,6 +166,7 @@ class OutputDir:
 
     def _remove_results(self) -> None:
         self._remove_model()
+        self.selection_log.unlink(missing_ok=True)
         if self.checkpoints.is_dir():
             shutil.rmtree(self.checkpoints)
         self._remove_unfinished()

@@ -58,6 +58,7 @@ class Session:
             heldout=plan.heldout,
             device=plan.device,
             checkpoints=output.checkpoints,
+            selection_log=output.selection_log,
             callbacks=[keeper, self.zenflow, self.progress],
         )
         for name, dataset in (

@@ -13,9 +13,10 @@ from zenflow.config import ZenFlowConfig
 OPTIMIZERS = ("zenflow", "adamw", "zero-offload")
 ZENFLOW_KEYS = (
     *("topk_ratio", "update_interval", "max_update_interval", "select_interval"),
-    *("full_warm_up_rounds", "overlap_step", "update_rule", "lookahead", "host_threads"),
+    *("full_warm_up_rounds", "overlap_step", "update_rule", "lookahead", "preview"),
+    "host_threads",
 )
-"""Fields of :class:`ZenFlowConfig` with a flag. Not max_grad_norm: the trainer clips."""
+"""Fields of :class:`ZenFlowConfig` with a flag of the same form. Not max_grad_norm: the trainer clips."""
 
 DEFAULTS: dict[str, Any] = {
     "optimizer": "zenflow",
@@ -29,6 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "save_every": 500,
     "eval_every": 0,
+    "selection_log": False,
 }
 GIVEN_MODEL: dict[str, Any] = {
     "lr": 2e-5,
@@ -51,7 +53,7 @@ BUILT_IN_STEPS = 320
 
 FREE_ON_RESUME = (
     *("max_steps", "epochs", "save_every", "eval_every", "log_every"),
-    *("device", "gradient_checkpointing", "prompt"),
+    *("device", "gradient_checkpointing", "prompt", "selection_log"),
 )
 """What may differ between a run and its continuation; anything else would make it another run."""
 _PATHS = ("model", "data", "eval_data")
@@ -86,6 +88,7 @@ class Settings:
     eval_every: int
     log_every: int
     prompt: str | None
+    selection_log: bool
 
     @classmethod
     def resolve(cls, given: Mapping[str, Any]) -> "Settings":
@@ -118,6 +121,8 @@ class Settings:
         idle = [key for key in self.zenflow if key not in useful[self.optimizer]]
         if idle:
             raise UsageError(f"{flag(idle[0])} has no effect with --optimizer {self.optimizer}")
+        if self.selection_log and self.optimizer != "zenflow":
+            raise UsageError(f"--selection-log has no effect with --optimizer {self.optimizer}")
         if self.optimizer == "adamw":
             return None
         fixed: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ def build_trainer(
     heldout: Rows,
     device: torch.device,
     checkpoints: Path,
+    selection_log: Path,
     callbacks: list["TrainerCallback"],
 ) -> SFTTrainer:
     """The trainer of a run, with the data tokenized and, for text, cut into full blocks."""
@@ -52,18 +54,22 @@ def build_trainer(
         eval_dataset=datasets.Dataset.from_list(heldout.rows),
         processing_class=tokenizer,
         callbacks=callbacks,
-        optimizer_cls_and_kwargs=choose_optimizer(settings),
+        optimizer_cls_and_kwargs=choose_optimizer(settings, selection_log),
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
 
-def choose_optimizer(settings: Settings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def choose_optimizer(
+    settings: Settings, selection_log: Path
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The optimizer's class and its arguments besides the parameters."""
     config = settings.optimizer_config()
     arguments: dict[str, Any] = {"lr": settings.lr, "betas": _BETAS, "eps": _EPS}
     if config is None:
         return torch.optim.AdamW, arguments
+    if settings.selection_log:
+        config = replace(config, selection_log=selection_log)
     return ZenFlowAdamW, {**arguments, "config": config}
 
 

@@ -1,0 +1,1 @@
+"""``zenflow inspect``: whether a run's gradients suit ZenFlow, from its selection log."""
