@@ -94,6 +94,36 @@ def test_follows_a_host_that_becomes_slower_and_faster_again():
     assert seen == [1, 3, 1]
 
 
+CHANGES = [
+    ((compute_s, sweep_s), (compute_s * compute, sweep_s * host))
+    for compute_s, sweep_s in ((30.0, 1.0), (30.0, 4.0), (20.0, 2.0), (16.0, 4.0), (12.0, 4.0))
+    for compute, host in ((2.0, 1.0), (0.5, 1.0), (1.0, 2.0), (1.0, 0.5))
+]
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_follows_a_change_by_two_within_20_steps_and_then_rests(before, after, shared):
+    machine = SimulatedMachine(rates=machine_rates(*before), shared=shared)
+    training = train(
+        machine, num_steps=NUM_STEPS, update_interval="auto", max_update_interval=MAX_INTERVAL
+    )
+    rates = machine.rates = machine_rates(*after)
+    machine.kernel.sweep_s_per_element = rates.sweep_s_per_element
+    machine.kernel.slot_s_per_element = rates.slot_s_per_element
+    for _ in range(20 + NUM_STEPS):
+        training.step(random_gradients(NUM_LAYERS))
+    intervals = [stats.update_interval for stats in training.stats]
+    rested = set(intervals[NUM_STEPS + 20 :])
+    assert len(rested) == 1, "it swings"
+    smallest = smallest_without_stall(rates)
+    assert rested <= {smallest, min(smallest + 1, MAX_INTERVAL)}
+    changing = intervals[NUM_STEPS : NUM_STEPS + 20]
+    assert changing in (sorted(changing), sorted(changing, reverse=True))
+    if not stalls(rates, MAX_INTERVAL):
+        assert max(stats.stall_s for stats in training.stats[NUM_STEPS + 20 :]) < 1e-9
+
+
 def test_is_one_where_nothing_is_hidden():
     training = train(
         machine_rates(1.0, 4.0), num_steps=12, update_interval="auto", overlap_step=False
