@@ -24,6 +24,7 @@ class Method:
         variant: what the product has no option for.
         bf16: parameters in bfloat16.
         clip: whether the task's gradient clipping holds.
+        deepspeed: settings of DeepSpeed's ZenFlow, empty for its plain offload; None: not DeepSpeed.
         tasks: where it is run; the main methods, everywhere.
     """
 
@@ -35,6 +36,7 @@ class Method:
     variant: Variant = field(default_factory=Variant)
     bf16: bool = False
     clip: bool = True
+    deepspeed: dict[str, Any] | None = None
     tasks: str = "AC"
 
     def runs_on(self, task: str) -> bool:
@@ -44,6 +46,7 @@ class Method:
     def identity(self) -> dict[str, Any]:
         """What changes what a run computes."""
         return {
+            **({} if self.deepspeed is None else {"deepspeed": self.deepspeed}),
             "config": None if self.config is None else {"preview": True, **self.config},
             "variant": {k: v for k, v in asdict(self.variant).items() if v is not None},
             "bf16": self.bf16,
@@ -187,6 +190,21 @@ METHODS = {
             label="S=4, the first gradient's choice for ever",
             config=_fixed(4, select_interval=1_000_000),
         ),
+        *(
+            Method(
+                name=f"s4-{score}" + ("" if preview else "-no-preview"),
+                group="selection",
+                label=f"S=4, chosen {words}" + ("" if preview else ", no previews"),
+                config=_fixed(4, preview=preview),
+                variant=Variant(score=score),
+            )
+            for score, words in (
+                ("smoothed", "by a norm averaged over steps"),
+                ("gain", "by what lateness loses, to first order"),
+                ("random", "at random"),
+            )
+            for preview in (True, False)
+        ),
         # Early training
         *(
             Method(
@@ -265,6 +283,40 @@ METHODS = {
             group="dtype",
             label="bf16 weights, synchronous, S=1 (AdamW with fp32 masters)",
             config=_fixed(1, overlap_step=False),
+            bf16=True,
+        ),
+        Method(
+            name="bf16-paper",
+            group="dtype",
+            baseline="bf16-synchronous",
+            label="bf16 weights, the paper's rule, S=4",
+            config=_PAPER,
+            variant=Variant(together=True),
+            bf16=True,
+        ),
+        Method(
+            name="deepspeed-zenflow",
+            tasks="A",
+            group="dtype",
+            baseline="bf16-synchronous",
+            label="bf16 weights, DeepSpeed 0.19.6 ZenFlow, S=4, overlapped",
+            deepspeed={
+                "topk_ratio": 0.1,
+                "select_strategy": "step",
+                "select_interval": 16,
+                "update_interval": 4,
+                "overlap_step": True,
+                "full_warm_up_rounds": 0,
+            },
+            bf16=True,
+        ),
+        Method(
+            name="deepspeed-offload",
+            tasks="A",
+            group="dtype",
+            baseline="bf16-synchronous",
+            label="bf16 weights, DeepSpeed 0.19.6 ZeRO-Offload",
+            deepspeed={},
             bf16=True,
         ),
         Method(

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.convergence import deepspeed
 from benchmarks.convergence.plan import Run
 from benchmarks.convergence.settings import TASKS
 
@@ -56,6 +57,11 @@ def run_all(
     results.mkdir(parents=True, exist_ok=True)
     missing = [run for run in runs if not run.path(results).exists()]
     say(f"{len(runs) - len(missing)} of {len(runs)} runs are done")
+    here = [run for run in missing if (run.how.deepspeed is not None) == deepspeed.is_here()]
+    if len(here) < len(missing):
+        with_or_without = "without" if deepspeed.is_here() else "with"
+        say(f"{len(missing) - len(here)} runs need an interpreter {with_or_without} DeepSpeed")
+    missing = here
     if not missing:
         return
     prepare(cache, sorted({run.task for run in missing}), say)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zenflow
+from benchmarks.convergence import deepspeed
 from benchmarks.convergence.plan import Run
 from benchmarks.convergence.tasks.base import Task
 from benchmarks.convergence.variants import param_norm
@@ -19,7 +20,10 @@ CURVE_EVERY = 10
 def train(run: Run, task: Task) -> dict[str, Any]:
     """Carry out a run in this process, with as many compute threads as torch has been given."""
     began_s = time.perf_counter()
-    losses, figures = _train(run, task)
+    if run.how.deepspeed is None:
+        losses, figures = _train(run, task)
+    else:
+        losses, figures = deepspeed.train(task, run.how, run.lr, run.seed)
     return {
         "task": run.task,
         "method": run.method,

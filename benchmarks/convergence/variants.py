@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 import zenflow
+from benchmarks.convergence.scores import Score, use_score
 from zenflow.runtime.controller import RecordedInterval
 from zenflow.runtime.engine import Engine
 from zenflow.runtime.segment import Segment
@@ -23,6 +24,7 @@ class Variant:
             see :func:`decided_steps`.
         trace: ``(first step, interval)`` of each update interval, instead of Zen-auto's choices.
         share: of an update that previews show.
+        score: of channels, see :func:`use_score`.
     """
 
     together: bool | None = None
@@ -30,6 +32,7 @@ class Variant:
     momentum: bool | None = None
     trace: tuple[tuple[int, int], ...] | None = None
     share: float | None = None
+    score: Score | None = None
 
 
 class VariantAdamW(zenflow.ZenFlowAdamW):
@@ -57,6 +60,8 @@ class VariantAdamW(zenflow.ZenFlowAdamW):
                 table.phases = lambda _, count=num_segments: [0] * count
         if self._variant.share is not None:
             engine.previews.share = self._variant.share
+        if self._variant.score is not None:
+            use_score(engine, self._variant.score)
         start_sweep, variant = engine.pipeline.start_sweep, self._variant
 
         def started(segment: Segment, delay: float) -> None:
