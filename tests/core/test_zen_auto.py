@@ -1,5 +1,7 @@
 """Zen-auto finds the smallest interval that fits, and stays there."""
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,3 +65,19 @@ def test_says_why() -> None:
 @pytest.mark.parametrize(("interval", "bound", "expected"), [(3, 4, 3), (6, 4, 4)])
 def test_goes_on_from_an_earlier_choice(interval: int, bound: int, expected: int) -> None:
     assert ZenAuto(bound, interval).interval == expected
+
+
+@pytest.mark.parametrize("period", [6, 15, 40])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_load_that_comes_and_goes_changes_it_ever_less_often(period: int, seed: int) -> None:
+    """Other work takes the cores for a while, again and again: it does not follow for ever."""
+    random = Random(seed)
+    auto = ZenAuto(max_interval=4)
+    changes, slowdown = [], 1.0
+    for step in range(4000):
+        if step % period == 0:
+            slowdown = random.choice([0.5, 1.0, 2.0, 4.0])
+        if auto.observe(Sample(window_s=1.0, host_s=0.9 * slowdown / auto.interval)):
+            changes.append(step)
+    assert auto.interval in (3, 4)
+    assert sum(step >= 2000 for step in changes) <= 16

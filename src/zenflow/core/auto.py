@@ -12,8 +12,11 @@ _SLACK = 0.7
 """The interval shrinks only if host work would then fill less than this share."""
 _HOLD = 8
 """Steps for which an interval that has just grown does not shrink; doubled each time that shrinking
-turns out to have been wrong, since then something is at work that ``host_s`` does not show."""
+turns out to have been wrong, since then something comes and goes, or is at work that ``host_s`` does
+not show."""
 _MAX_HOLD = 1024
+_PROVEN = 16
+"""A smaller interval was right once it has lasted so many times the hold."""
 
 
 class Sample(NamedTuple):
@@ -48,12 +51,15 @@ class ZenAuto:
         self._samples: deque[Sample] = deque(maxlen=_PATIENCE)
         self._hold = _HOLD
         self._held = 0
-        self._shrank = False
+        self._on_trial = 0
 
     def observe(self, sample: Sample) -> bool:
         """Take one step's measurement; True if the interval changes with the next step."""
         self._samples.append(sample)
         self._held = max(0, self._held - 1)
+        self._on_trial = max(0, self._on_trial - 1)
+        if self._on_trial == 1:
+            self._hold = _HOLD
         if len(self._samples) < _PATIENCE:
             return False
         window_s = median(s.window_s for s in self._samples)
@@ -73,9 +79,10 @@ class ZenAuto:
     def _note(self, *, grows: bool) -> None:
         """Remember whether an interval that shrank has had to grow again."""
         if grows:
-            self._hold = min(2 * self._hold, _MAX_HOLD) if self._shrank else _HOLD
+            if self._on_trial:
+                self._hold = min(2 * self._hold, _MAX_HOLD)
             self._held = self._hold
-        self._shrank = not grows
+        self._on_trial = 0 if grows else _PROVEN * self._hold
 
     def _choose(self, window_s: float, host_s: float) -> int:
         if host_s > _FULL * window_s:
