@@ -10,6 +10,7 @@ import pytest
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.plan import Run, all_runs, chosen
 from benchmarks.convergence.report import svg
+from benchmarks.convergence.report.observations import Observations
 from benchmarks.convergence.report.page import files_of
 from benchmarks.convergence.report.results import Results, difference
 from benchmarks.convergence.runner import Estimates, _affordable
@@ -112,6 +113,7 @@ def test_a_plot_is_well_formed(log):
 
 
 def test_the_committed_page_is_what_the_results_give():
-    for name, content in files_of(Results(RESULTS)).items():
+    observations = Observations(RESULTS / "observations")
+    for name, content in files_of(Results(RESULTS), observations).items():
         committed = (ROOT / "docs" / name).read_text(encoding="utf-8")
         assert committed == content, "run: make convergence-report"

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.report import svg, tables
+from benchmarks.convergence.report.observations import Observations, interval_plot
 from benchmarks.convergence.report.results import Results, Spread
 from benchmarks.convergence.settings import TASKS
 
@@ -15,7 +17,7 @@ TEMPLATE = Path(__file__).with_name("convergence.md.in")
 def write_report(folder: Path, docs: Path, say: Callable[[str], None]) -> None:
     """Write the page and the plots that results are there for."""
     results = Results(folder)
-    files = files_of(results)
+    files = files_of(results, Observations(folder / "observations"))
     for name, content in files.items():
         target = docs / name
         target.parent.mkdir(exist_ok=True)
@@ -25,29 +27,33 @@ def write_report(folder: Path, docs: Path, say: Callable[[str], None]) -> None:
         say(f"{results.num_outdated} results belong to other settings and were left out")
 
 
-def files_of(results: Results) -> dict[str, str]:
+def files_of(results: Results, observations: Observations) -> dict[str, str]:
     """Every file of the report, by its name under docs/."""
-    plots = {}
+    plots = {"convergence/interval.svg": interval_plot(results), **observations.plots()}
     for task in TASKS:
         plots[f"convergence/gaps_{task}.svg"] = gap_plot(results, task)
         plots[f"convergence/lr_{task}.svg"] = lr_plot(results, task)
     plots = {name: text for name, text in plots.items() if text}
 
+    def plot(name: str, *title: str) -> str:
+        words = " ".join(title)
+        return f"![{words}]({name})" if name in plots else f"({words}: no results)"
+
+    fillers: dict[str, Callable[..., str]] = {
+        "main": partial(tables.main_table, results),
+        "groups": partial(tables.groups, results),
+        "plot": plot,
+        "skew": observations.skew_table,
+        "stability": observations.stability_table,
+        "fidelity": observations.fidelity_table,
+        "slopes": observations.slopes_table,
+        "count": lambda: str(len(results.all)),
+        "versions": partial(_versions, results),
+    }
+
     def filled(match: re.Match[str]) -> str:
         kind, *words = match[1].split()
-        match kind:
-            case "main":
-                return tables.main_table(results, words[0])
-            case "groups":
-                return tables.groups(results, words[0])
-            case "plot":
-                title = " ".join(words[1:])
-                return f"![{title}]({words[0]})" if words[0] in plots else f"({title}: no results)"
-            case "count":
-                return str(len(results.all))
-            case "versions":
-                return _versions(results)
-        raise ValueError(f"unknown placeholder {match[0]!r} in {TEMPLATE.name}")
+        return fillers[kind](*words)
 
     page = re.sub(r"\{\{(.*?)\}\}", filled, TEMPLATE.read_text(encoding="utf-8"))
     return {"convergence.md": page, **plots}
