@@ -140,7 +140,7 @@ def numbered(param: Tensor, index: int, step: int) -> Tensor:
 def alternate_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbered gradients have a fixed order of energy; choose at random instead."""
 
-    def score(grad: Tensor, kernel: Any, reduce: Any, chosen: Tensor) -> None:
+    def score(grad: Tensor, kernel: Any, reduce: Any, chosen: Tensor, energies: None) -> None:
         generator = torch.Generator().manual_seed(int(grad.flatten()[0].item()))
         order = torch.randperm(grad.shape[1], generator=generator)
         chosen.copy_(order[: chosen.numel()].sort().values)
