@@ -422,3 +422,25 @@ def test_saved_and_evaluated_weights_are_current() -> None:
     model(torch.zeros(1, 40))
     assert optimizer.stats.staleness_steps == 0
     optimizer.close()
+
+
+@pytest.mark.parametrize("topk_ratio", [0.1, 1])
+def test_a_state_is_moved_in_while_a_backward_pass_runs(topk_ratio: float) -> None:
+    """A loaded state is moved in with the first gradient; autograd must still find its saved weights."""
+
+    def train(*, resumes: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 24), nn.LayerNorm(24), nn.Tanh(), nn.Linear(24, 8))
+        config = {"topk_ratio": topk_ratio, "update_interval": 2, "stream_gradients": True}
+        optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-2, config=config)
+        for step in range(6):
+            model(torch.randn(4, 40)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if resumes and step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.close()
+        return [param.detach().clone() for param in model.parameters()]
+
+    whole, resumed = train(resumes=False), train(resumes=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))

@@ -126,7 +126,7 @@ def _count_different(master: Tensor, weight: Tensor, count: Tensor) -> None:
 
 
 def _begin(weight: Tensor, state: SelectedState) -> None:
-    if state.master is not weight:
+    if not state.master.is_set_to(weight):  # a write would spoil a backward pass that goes on
         state.master.copy_(weight)
     state.exp_avg.zero_()
     state.exp_avg_sq.zero_()
