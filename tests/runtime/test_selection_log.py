@@ -161,6 +161,35 @@ def test_a_skipped_step_leaves_no_scoring_of_its_own(tmp_path: Path) -> None:
         assert channels_of(scoring.chosen) == chosen.tolist()
 
 
+@pytest.mark.parametrize("drop", ["nan", "zeroed"])
+def test_a_first_gradient_that_was_streamed_and_dropped_leaves_none(
+    drop: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    used, unused = nn.Linear(40, 24), nn.Linear(40, 24)
+    config = {"stream_gradients": True, "selection_log": tmp_path / "log", "select_interval": 1}
+    named = [*used.named_parameters("used"), *unused.named_parameters("unused")]
+    optimizer = zenflow.ZenFlowAdamW(named, config=config)
+    for step in range(4):
+        loss = used(torch.randn(8, 40)).square().mean()
+        if step == 0:
+            loss = loss + unused(torch.randn(8, 40)).square().mean()
+            (loss * float("nan") if drop == "nan" else loss).backward()
+            if drop == "zeroed":
+                optimizer.zero_grad()
+                continue
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    scorings = read(tmp_path / "log").scorings
+    assert {(s.step, s.weight, s.before) for s in scorings} == {
+        (1, "used.weight", None),
+        (2, "used.weight", 1),
+    }
+
+
 @pytest.mark.parametrize(
     ("place", "reason"),
     [("missing/log", "does not exist"), (".", "not a file"), ("file/log", "does not exist")],

@@ -50,7 +50,16 @@ class SelectionWriter:
         self.is_on = config.selection_log is not None and is_first_process()
         self._file: TextIO | None = None
         self._last: dict[str, tuple[int, Tensor]] = {}
+        self._begun: dict[str, tuple[int, Tensor, Tensor]] = {}
         self._interval: int | None = None
+
+    def begun(self, weight: str, step: int, energy_C: Tensor, chosen: Tensor) -> None:
+        """As :meth:`scored`, of a step that may yet be dropped; written when it was applied."""
+        self._begun[weight] = step, energy_C, chosen
+
+    def forget(self, weight: str) -> None:
+        """Its gradient of a step that is not applied yet was dropped."""
+        self._begun.pop(weight, None)
 
     def scored(self, weight: str, step: int, energy_C: Tensor, chosen: Tensor) -> None:
         """A weight's channels were chosen by the gradient of ``step``; both tensors on the host."""
@@ -64,6 +73,9 @@ class SelectionWriter:
 
     def stepped(self, step: int, update_interval: int) -> None:
         """A step was applied."""
+        for weight, scored in self._begun.items():
+            self.scored(weight, *scored)
+        self._begun.clear()
         if self.is_on and update_interval != self._interval:
             self._interval = update_interval
             self._write({"step": step, "update_interval": update_interval})
