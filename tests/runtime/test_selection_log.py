@@ -202,6 +202,39 @@ def test_a_place_that_cannot_be_written_is_refused_at_construction(
         Loop(tmp_path / place)
 
 
+@pytest.mark.parametrize(("name", "reason"), [("a" * 300, "too long"), ("a\0b", "null")])
+def test_a_name_that_no_file_can_have_is_refused_at_construction(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)selection_log=.*cannot be written: .*{reason}"):
+        Loop(tmp_path / name)
+
+
+def test_the_place_is_the_one_at_construction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts change the working directory between building an optimizer and its first step."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    loops = [Loop(Path("log")), Loop(Path("~/home-log"))]
+    monkeypatch.chdir("other")
+    for loop in loops:
+        loop.run(gradients(2)).end()
+    assert read(tmp_path / "log").scorings
+    assert read(tmp_path / "home-log").scorings
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_a_process_that_does_not_write_needs_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process's folder may not exist on another machine."""
+    monkeypatch.setattr(selection_writer, "is_first_process", lambda: False)
+    Loop(tmp_path / "missing" / "log").run(gradients(2)).end()
+
+
 def test_training_goes_on_when_the_disk_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
