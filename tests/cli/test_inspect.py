@@ -126,6 +126,20 @@ def test_layer_types(names: list[str], kinds: list[str] | None) -> None:
     assert sorted(set(found.values())) == (kinds or sorted(names))
 
 
+def test_a_name_that_cannot_be_shown_spoils_no_plot(tmp_path: Path, cli: Cli) -> None:
+    rows = [HEAD, *(scoring(1, name, 0b11) for name in ("a\0<&\x1b[2J", "\ud800", "b\nc"))]
+    result = cli("inspect", write_jsonl(tmp_path / "log.jsonl", rows))
+    assert result.code == 0, result.err
+    assert "a?<&?[2J" in result.out and "b?c" in result.out
+    ElementTree.parse(tmp_path / "log-skew.svg")
+
+
+def test_a_path_that_no_file_can_have_is_a_line(cli: Cli) -> None:
+    result = cli("inspect", "a" * 300)
+    assert result.code == 2
+    assert len(result.messages) == 1 and "cannot read" in result.messages[0]
+
+
 def test_irregular_steps_are_compared_with_the_nearest() -> None:
     scorings = [
         Scoring(step=step, weight="w", channels=8, shares=(0.1, 0.2, 0.3), chosen=3, captured=0.5)

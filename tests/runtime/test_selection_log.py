@@ -274,6 +274,31 @@ def test_other_files_are_refused(lines: list[str], reason: str) -> None:
         parse(lines)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": ["w"]},
+        {"step": "1"},
+        {"step": None},
+        {"channels": 0},
+        {"chosen": "0"},
+        {"chosen": "-3"},
+        {"chosen": "fff"},
+        {"shares": [0.1]},
+        {"shares": [0.1, float("nan"), 0.3]},
+        {"captured": float("inf")},
+        {"captured_before": "0.1"},
+    ],
+)
+def test_a_line_that_no_optimizer_writes_is_counted_and_left_out(change: dict[str, Any]) -> None:
+    row = {"step": 1, "weight": "w", "channels": 8, "shares": [0.1, 0.2, 0.3]}
+    row |= {"captured": 0.3, "chosen": "3"}
+    head = '{"zenflow": 1, "step": 0, "topk_ratio": 0.1}'
+    log = parse([head, json.dumps(row), json.dumps({**row, **change}), "[" * 100_000])
+    assert log.num_unreadable == 2
+    assert len(log.scorings) == 1
+
+
 def test_lines_are_whole_json_objects(tmp_path: Path) -> None:
     Loop(tmp_path / "log").run(gradients(5)).end()
     rows = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]

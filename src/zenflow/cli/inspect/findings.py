@@ -64,7 +64,7 @@ def findings(log: SelectionLog) -> list[Finding]:
 def kinds_of(names: Iterable[str]) -> dict[str, str]:
     """The layer type of each weight: its name with a star for each number, without what all share at
     the front and without ``.weight``. Where layers begin, nothing more is left out."""
-    kinds = {name: _NUMBER.sub("*", name).removesuffix(".weight") for name in names}
+    kinds = {name: _NUMBER.sub("*", _shown(name)).removesuffix(".weight") for name in names}
     parts = [kind.split(".") for kind in set(kinds.values())]
     front = 0
     while all(len(p) > front + 1 and p[front] == parts[0][front] for p in parts):
@@ -72,6 +72,11 @@ def kinds_of(names: Iterable[str]) -> dict[str, str]:
             break
         front += 1
     return {name: ".".join(kind.split(".")[front:]) for name, kind in kinds.items()}
+
+
+def _shown(name: str) -> str:
+    """What a terminal and an SVG can show of it."""
+    return "".join(c if c.isprintable() else "?" for c in name)
 
 
 def _finding(kind: str, scorings: Sequence[Scoring]) -> Finding:
