@@ -1,14 +1,17 @@
 """``zenflow inspect``: tables and plots of a selection log."""
 
+import itertools
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from random import Random
+from statistics import fmean
 from typing import Any
 
 import pytest
 from finetune_helpers import Cli, write_jsonl
 
-from zenflow.cli.inspect.findings import findings, kinds_of
+from zenflow.cli.inspect.findings import ALL, findings, kinds_of
 from zenflow.core.selection_log import Scoring, SelectionLog
 
 HEAD = {"zenflow": 1, "step": 0, "topk_ratio": 0.25}
@@ -173,3 +176,28 @@ def test_finetune_refuses_a_log_of_another_optimizer(
     result = cli(*small, "--optimizer", "adamw", "--selection-log", "--output", tmp_path / "out")
     assert result.code == 2
     assert "--selection-log has no effect" in result.messages[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kept_shares_are_those_of_all_pairs(seed: int) -> None:
+    random = Random(seed)
+    scorings = []
+    for weight in ("a.0.q.weight", "a.1.q.weight", "a.0.k.weight"):
+        step = random.randint(1, 4)
+        for _ in range(30):
+            values = {"shares": (0.1, 0.2, 0.3), "captured": 0.5}
+            chosen = random.getrandbits(16) | 1
+            scorings.append(Scoring(step=step, weight=weight, channels=16, chosen=chosen, **values))
+            step += random.randint(1, 6)
+    kinds = {ALL: "", "a.*.q": "q", "a.*.k": "k"}
+    for finding in findings(SelectionLog(topk_ratio=0.25, scorings=scorings)):
+        ours = [s for s in scorings if kinds[finding.kind] in s.weight]
+        expected: dict[int, list[float]] = {}
+        for early, lag in itertools.product(ours, (2**i for i in range(9))):
+            run = [s for s in ours if s.weight == early.weight]
+            later = min(run, key=lambda s, to=early.step + lag: (abs(s.step - to), s.step))
+            apart = later.step - early.step
+            if lag <= run[-1].step - run[0].step and lag / 1.5 < apart < lag * 1.5:
+                both = bin(early.chosen & later.chosen).count("1")
+                expected.setdefault(lag, []).append(both / bin(early.chosen).count("1"))
+        assert finding.kept == pytest.approx({lag: fmean(s) for lag, s in expected.items()})
