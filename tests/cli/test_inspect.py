@@ -68,7 +68,7 @@ def test_tables_and_plots(log: Path, cli: Cli, tmp_path: Path) -> None:
     assert "4 weights, 160 scorings, steps 1 to 40" in result.out
     assert "25% of the channels hold 60%" in result.out
     assert "2.4 times an even share" in result.out
-    assert "1.0 steps old on average, still holds 50%" in result.out
+    assert "1.0 steps old on average, still holds 50%: it lasts." in result.out
     for name in ("skew", "stability", "interval"):
         path = tmp_path / "new" / "plots" / f"run-{name}.svg"
         assert str(path) in result.out
@@ -117,6 +117,8 @@ def test_plots_that_cannot_be_written_are_a_line(log: Path, cli: Cli) -> None:
     [
         (["h.0.attn.q.weight", "h.11.attn.q.weight", "wte.weight"], ["h.*.attn.q", "wte"]),
         (["0.weight", "2.weight"], ["0", "2"]),
+        (["0.q.weight", "0.k.weight", "11.q.weight"], ["*.k", "*.q"]),
+        (["0.q.0.weight", "1.q.0.weight", "2.weight"], ["*.q.*", "2"]),
         (["weight"], ["weight"]),
         (["model.a.0.b.weight", "model.a.1.b.weight"], ["model.a.*.b"]),
         (["model.a.b.weight", "model.a.weight", "model.c"], ["a", "a.b", "c"]),
@@ -127,6 +129,18 @@ def test_layer_types(names: list[str], kinds: list[str] | None) -> None:
     found = kinds_of(names)
     assert list(found) == names
     assert sorted(set(found.values())) == (kinds or sorted(names))
+
+
+@pytest.mark.parametrize(("lag", "advice"), [(1, "no select_interval"), (4, "a smaller select_")])
+def test_no_smaller_interval_than_one_is_advised(
+    lag: int, advice: str, tmp_path: Path, cli: Cli
+) -> None:
+    later = scoring(1 + lag, "w", 0b11, before=1, captured_before=0.1)
+    result = cli("inspect", write_jsonl(tmp_path / "log", [HEAD, scoring(1, "w", 0b11), later]))
+    assert (
+        f"still holds 10%: it ages{' within a step, and' if lag == 1 else ';'} {advice}"
+        in result.out
+    )
 
 
 def test_a_name_that_cannot_be_shown_spoils_no_plot(tmp_path: Path, cli: Cli) -> None:

@@ -120,7 +120,12 @@ def _verdict(whole: Finding) -> list[str]:
             + (
                 "it lasts."
                 if whole.captured_before > 0.8 * whole.captured
-                else "it ages; a smaller select_interval would follow faster."
+                else "it ages"
+                + (
+                    "; a smaller select_interval would follow faster."
+                    if whole.lag > 1
+                    else " within a step, and no select_interval follows faster."
+                )
             )
         )
     return lines

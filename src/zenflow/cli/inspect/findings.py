@@ -14,7 +14,9 @@ ALL = "all"
 _MAX_POINTS = 40
 _Kept = dict[int, tuple[float, int]]
 """Of one weight, by lag: the shares behind :attr:`Finding.kept` added up, and how many they are."""
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.[^.]+\.)")
+"""Of a layer: inside a name, or ahead of it if a part of the layer follows (``0.weight`` is a layer of its
+own kind)."""
 
 
 @dataclass(frozen=True, slots=True)
