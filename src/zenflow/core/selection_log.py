@@ -76,8 +76,8 @@ def score_energy(energy_C: Tensor, chosen: Tensor, before: Tensor | None) -> dic
     total = energy.sum().item()
     if not 0 < total < math.inf:
         return None
-    ordered = energy.sort(descending=True).values.cumsum(0)
-    tops = [max(1, round(share * len(ordered))) for share in SHARES]
+    tops = [max(1, round(share * len(energy))) for share in SHARES]
+    ordered = energy.topk(max(tops)).values.cumsum(0)
     bits = torch.zeros(-(-len(energy) // 8) * 8, dtype=torch.uint8)
     bits[chosen] = 1
     packed = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
