@@ -127,4 +127,4 @@ def _is_cut_off(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
+        return file.readline() != b"\n"
