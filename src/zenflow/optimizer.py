@@ -17,7 +17,7 @@ from zenflow.runtime.memory import check_host_memory
 from zenflow.runtime.model_hooks import has_trainer, modules_over, names_in
 from zenflow.runtime.platform import Platform, choose_platform
 from zenflow.runtime.processes import check_processes
-from zenflow.runtime.selection_writer import check_selection_log
+from zenflow.runtime.selection_writer import with_selection_log
 from zenflow.runtime.session import Session
 from zenflow.runtime.stages import staged
 from zenflow.runtime.stats import StepStats
@@ -80,9 +80,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         config: ZenFlowConfig | Mapping[str, Any] | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        self._config = ZenFlowConfig.of(config)
+        self._config = with_selection_log(ZenFlowConfig.of(config))
         check_processes(self._config)
-        check_selection_log(self._config)
         self._session = Session()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)

@@ -1,14 +1,17 @@
 """``zenflow inspect``: tables and plots of a selection log."""
 
+import itertools
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from random import Random
+from statistics import fmean
 from typing import Any
 
 import pytest
 from finetune_helpers import Cli, write_jsonl
 
-from zenflow.cli.inspect.findings import findings, kinds_of
+from zenflow.cli.inspect.findings import ALL, findings, kinds_of
 from zenflow.core.selection_log import Scoring, SelectionLog
 
 HEAD = {"zenflow": 1, "step": 0, "topk_ratio": 0.25}
@@ -65,7 +68,7 @@ def test_tables_and_plots(log: Path, cli: Cli, tmp_path: Path) -> None:
     assert "4 weights, 160 scorings, steps 1 to 40" in result.out
     assert "25% of the channels hold 60%" in result.out
     assert "2.4 times an even share" in result.out
-    assert "1.0 steps old on average, still holds 50%" in result.out
+    assert "1.0 steps old on average, still holds 50%: it lasts." in result.out
     for name in ("skew", "stability", "interval"):
         path = tmp_path / "new" / "plots" / f"run-{name}.svg"
         assert str(path) in result.out
@@ -114,6 +117,8 @@ def test_plots_that_cannot_be_written_are_a_line(log: Path, cli: Cli) -> None:
     [
         (["h.0.attn.q.weight", "h.11.attn.q.weight", "wte.weight"], ["h.*.attn.q", "wte"]),
         (["0.weight", "2.weight"], ["0", "2"]),
+        (["0.q.weight", "0.k.weight", "11.q.weight"], ["*.k", "*.q"]),
+        (["0.q.0.weight", "1.q.0.weight", "2.weight"], ["*.q.*", "2"]),
         (["weight"], ["weight"]),
         (["model.a.0.b.weight", "model.a.1.b.weight"], ["model.a.*.b"]),
         (["model.a.b.weight", "model.a.weight", "model.c"], ["a", "a.b", "c"]),
@@ -124,6 +129,32 @@ def test_layer_types(names: list[str], kinds: list[str] | None) -> None:
     found = kinds_of(names)
     assert list(found) == names
     assert sorted(set(found.values())) == (kinds or sorted(names))
+
+
+@pytest.mark.parametrize(("lag", "advice"), [(1, "no select_interval"), (4, "a smaller select_")])
+def test_no_smaller_interval_than_one_is_advised(
+    lag: int, advice: str, tmp_path: Path, cli: Cli
+) -> None:
+    later = scoring(1 + lag, "w", 0b11, before=1, captured_before=0.1)
+    result = cli("inspect", write_jsonl(tmp_path / "log", [HEAD, scoring(1, "w", 0b11), later]))
+    assert (
+        f"still holds 10%: it ages{' within a step, and' if lag == 1 else ';'} {advice}"
+        in result.out
+    )
+
+
+def test_a_name_that_cannot_be_shown_spoils_no_plot(tmp_path: Path, cli: Cli) -> None:
+    rows = [HEAD, *(scoring(1, name, 0b11) for name in ("a\0<&\x1b[2J", "\ud800", "b\nc"))]
+    result = cli("inspect", write_jsonl(tmp_path / "log.jsonl", rows))
+    assert result.code == 0, result.err
+    assert "a?<&?[2J" in result.out and "b?c" in result.out
+    ElementTree.parse(tmp_path / "log-skew.svg")
+
+
+def test_a_path_that_no_file_can_have_is_a_line(cli: Cli) -> None:
+    result = cli("inspect", "a" * 300)
+    assert result.code == 2
+    assert len(result.messages) == 1 and "cannot read" in result.messages[0]
 
 
 def test_irregular_steps_are_compared_with_the_nearest() -> None:
@@ -159,3 +190,28 @@ def test_finetune_refuses_a_log_of_another_optimizer(
     result = cli(*small, "--optimizer", "adamw", "--selection-log", "--output", tmp_path / "out")
     assert result.code == 2
     assert "--selection-log has no effect" in result.messages[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kept_shares_are_those_of_all_pairs(seed: int) -> None:
+    random = Random(seed)
+    scorings = []
+    for weight in ("a.0.q.weight", "a.1.q.weight", "a.0.k.weight"):
+        step = random.randint(1, 4)
+        for _ in range(30):
+            values = {"shares": (0.1, 0.2, 0.3), "captured": 0.5}
+            chosen = random.getrandbits(16) | 1
+            scorings.append(Scoring(step=step, weight=weight, channels=16, chosen=chosen, **values))
+            step += random.randint(1, 6)
+    kinds = {ALL: "", "a.*.q": "q", "a.*.k": "k"}
+    for finding in findings(SelectionLog(topk_ratio=0.25, scorings=scorings)):
+        ours = [s for s in scorings if kinds[finding.kind] in s.weight]
+        expected: dict[int, list[float]] = {}
+        for early, lag in itertools.product(ours, (2**i for i in range(9))):
+            run = [s for s in ours if s.weight == early.weight]
+            later = min(run, key=lambda s, to=early.step + lag: (abs(s.step - to), s.step))
+            apart = later.step - early.step
+            if lag <= run[-1].step - run[0].step and lag / 1.5 < apart < lag * 1.5:
+                both = bin(early.chosen & later.chosen).count("1")
+                expected.setdefault(lag, []).append(both / bin(early.chosen).count("1"))
+        assert finding.kept == pytest.approx({lag: fmean(s) for lag, s in expected.items()})

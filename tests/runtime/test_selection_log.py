@@ -161,6 +161,35 @@ def test_a_skipped_step_leaves_no_scoring_of_its_own(tmp_path: Path) -> None:
         assert channels_of(scoring.chosen) == chosen.tolist()
 
 
+@pytest.mark.parametrize("drop", ["nan", "zeroed"])
+def test_a_first_gradient_that_was_streamed_and_dropped_leaves_none(
+    drop: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    used, unused = nn.Linear(40, 24), nn.Linear(40, 24)
+    config = {"stream_gradients": True, "selection_log": tmp_path / "log", "select_interval": 1}
+    named = [*used.named_parameters("used"), *unused.named_parameters("unused")]
+    optimizer = zenflow.ZenFlowAdamW(named, config=config)
+    for step in range(4):
+        loss = used(torch.randn(8, 40)).square().mean()
+        if step == 0:
+            loss = loss + unused(torch.randn(8, 40)).square().mean()
+            (loss * float("nan") if drop == "nan" else loss).backward()
+            if drop == "zeroed":
+                optimizer.zero_grad()
+                continue
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    scorings = read(tmp_path / "log").scorings
+    assert {(s.step, s.weight, s.before) for s in scorings} == {
+        (1, "used.weight", None),
+        (2, "used.weight", 1),
+    }
+
+
 @pytest.mark.parametrize(
     ("place", "reason"),
     [("missing/log", "does not exist"), (".", "not a file"), ("file/log", "does not exist")],
@@ -171,6 +200,39 @@ def test_a_place_that_cannot_be_written_is_refused_at_construction(
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=rf"selection_log=.*{reason}"):
         Loop(tmp_path / place)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("a" * 300, "too long"), ("a\0b", "null")])
+def test_a_name_that_no_file_can_have_is_refused_at_construction(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)selection_log=.*cannot be written: .*{reason}"):
+        Loop(tmp_path / name)
+
+
+def test_the_place_is_the_one_at_construction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts change the working directory between building an optimizer and its first step."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    loops = [Loop(Path("log")), Loop(Path("~/home-log"))]
+    monkeypatch.chdir("other")
+    for loop in loops:
+        loop.run(gradients(2)).end()
+    assert read(tmp_path / "log").scorings
+    assert read(tmp_path / "home-log").scorings
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_a_process_that_does_not_write_needs_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process's folder may not exist on another machine."""
+    monkeypatch.setattr(selection_writer, "is_first_process", lambda: False)
+    Loop(tmp_path / "missing" / "log").run(gradients(2)).end()
 
 
 def test_training_goes_on_when_the_disk_is_full(
@@ -210,6 +272,31 @@ def test_energies_without_a_sum_are_left_out(value: float) -> None:
 def test_other_files_are_refused(lines: list[str], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         parse(lines)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": ["w"]},
+        {"step": "1"},
+        {"step": None},
+        {"channels": 0},
+        {"chosen": "0"},
+        {"chosen": "-3"},
+        {"chosen": "fff"},
+        {"shares": [0.1]},
+        {"shares": [0.1, float("nan"), 0.3]},
+        {"captured": float("inf")},
+        {"captured_before": "0.1"},
+    ],
+)
+def test_a_line_that_no_optimizer_writes_is_counted_and_left_out(change: dict[str, Any]) -> None:
+    row = {"step": 1, "weight": "w", "channels": 8, "shares": [0.1, 0.2, 0.3]}
+    row |= {"captured": 0.3, "chosen": "3"}
+    head = '{"zenflow": 1, "step": 0, "topk_ratio": 0.1}'
+    log = parse([head, json.dumps(row), json.dumps({**row, **change}), "[" * 100_000])
+    assert log.num_unreadable == 2
+    assert len(log.scorings) == 1
 
 
 def test_lines_are_whole_json_objects(tmp_path: Path) -> None:

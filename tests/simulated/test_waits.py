@@ -44,7 +44,7 @@ NEEDLESS = {
     "while self._job is not None and (not self._finished.wait(_LIVENESS_CHECK_S)):": (
         "real threads, which the simulation replaces; tests/runtime has their tests"
     ),
-    "writer.scored(self.name, step, platform.device.read(energies), chosen)": (
+    "writer.begun(self.name, step, platform.device.read(energies), chosen)": (
         "the read of the choice has waited for the same work; this one is there to copy"
     ),
 }

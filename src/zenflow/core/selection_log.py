@@ -76,8 +76,8 @@ def score_energy(energy_C: Tensor, chosen: Tensor, before: Tensor | None) -> dic
     total = energy.sum().item()
     if not 0 < total < math.inf:
         return None
-    ordered = energy.sort(descending=True).values.cumsum(0)
-    tops = [max(1, round(share * len(ordered))) for share in SHARES]
+    tops = [max(1, round(share * len(energy))) for share in SHARES]
+    ordered = energy.topk(max(tops)).values.cumsum(0)
     bits = torch.zeros(-(-len(energy) // 8) * 8, dtype=torch.uint8)
     bits[chosen] = 1
     packed = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
@@ -140,13 +140,39 @@ def _read(line: str) -> _Head | _Interval | Scoring | None:
     try:
         row = json.loads(line)
         if "zenflow" in row:
-            return _Head(**row)
+            head = _Head(**row)
+            return (
+                head
+                if _are(int, head.zenflow, head.step) and _are_shares(row["topk_ratio"])
+                else None
+            )
         if "weight" not in row:
-            return _Interval(**row)
+            interval = _Interval(**row)
+            return interval if _are(int, *interval) else None
         row["chosen"] = int(row["chosen"], 16)
-        return Scoring(**{**row, "shares": tuple(row["shares"])})
-    except (ValueError, TypeError, KeyError):
+        scoring = Scoring(**{**row, "shares": tuple(row["shares"])})
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    return scoring if _is_sound(scoring) else None
+
+
+def _is_sound(scoring: Scoring) -> bool:
+    before, held = scoring.before, scoring.captured_before
+    return (
+        _are(str, scoring.weight)
+        and _are(int, scoring.step, scoring.channels, 0 if before is None else before)
+        and 0 < scoring.chosen < 1 << scoring.channels
+        and len(scoring.shares) == len(SHARES)
+        and _are_shares(*scoring.shares, scoring.captured, 0 if held is None else held)
+    )
+
+
+def _are(kind: type, *values: object) -> bool:
+    return all(type(value) is kind for value in values)
+
+
+def _are_shares(*values: object) -> bool:
+    return all(isinstance(value, (int, float)) and 0 <= value <= 1.001 for value in values)
 
 
 def _rounded(value: float) -> float:

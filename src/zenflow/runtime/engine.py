@@ -228,6 +228,7 @@ class Engine:
         else:
             self.pipeline.forget_captured(owner)
             owner.forget(self.step_index + 1)
+            self.writer.forget(owner.name)
 
     @staged("zenflow.synchronize")
     def synchronize(self) -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,25 +17,36 @@ from zenflow.runtime.processes import is_first_process
 _log = logging.getLogger("zenflow")
 
 
-def check_selection_log(config: ZenFlowConfig) -> None:
-    """Refuse a log that could not be written.
+def with_selection_log(config: ZenFlowConfig) -> ZenFlowConfig:
+    """The config with its log's place as it now is, whatever the working directory is later.
 
     Raises:
-        ValueError: with the reason.
+        ValueError: with the reason, if this process would write it and could not.
     """
     if config.selection_log is None:
-        return
-    path = Path(config.selection_log)
+        return config
+    path = Path(os.path.abspath(os.path.expanduser(config.selection_log)))
+    if is_first_process() and (reason := _what_hinders(path)) is not None:
+        raise ValueError(f"selection_log={str(path)!r} cannot be written: {reason}")
+    return replace(config, selection_log=path)
+
+
+def _what_hinders(path: Path) -> str | None:
     folder = path.parent
-    if not folder.is_dir():
-        reason = f"the folder {str(folder)!r} does not exist; create it first"
-    elif path.exists() and not path.is_file():
-        reason = "it is not a file; name a file in it, such as selection.jsonl"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        reason = "no permission to write there"
-    else:
-        return
-    raise ValueError(f"selection_log={str(path)!r} cannot be written: {reason}")
+    try:
+        if not folder.is_dir():
+            return f"the folder {str(folder)!r} does not exist; create it first"
+        if path.exists() and not path.is_file():
+            return "it is not a file; name a file in it, such as selection.jsonl"
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            return "no permission to write there"
+        with suppress(FileNotFoundError):
+            path.lstat()
+    except OSError as error:
+        return str(error.strerror)
+    except ValueError as error:  # a null byte
+        return str(error)
+    return None
 
 
 class SelectionWriter:
@@ -50,7 +62,16 @@ class SelectionWriter:
         self.is_on = config.selection_log is not None and is_first_process()
         self._file: TextIO | None = None
         self._last: dict[str, tuple[int, Tensor]] = {}
+        self._begun: dict[str, tuple[int, Tensor, Tensor]] = {}
         self._interval: int | None = None
+
+    def begun(self, weight: str, step: int, energy_C: Tensor, chosen: Tensor) -> None:
+        """As :meth:`scored`, of a step that may yet be dropped; written when it was applied."""
+        self._begun[weight] = step, energy_C, chosen
+
+    def forget(self, weight: str) -> None:
+        """Its gradient of a step that is not applied yet was dropped."""
+        self._begun.pop(weight, None)
 
     def scored(self, weight: str, step: int, energy_C: Tensor, chosen: Tensor) -> None:
         """A weight's channels were chosen by the gradient of ``step``; both tensors on the host."""
@@ -64,6 +85,9 @@ class SelectionWriter:
 
     def stepped(self, step: int, update_interval: int) -> None:
         """A step was applied."""
+        for weight, scored in self._begun.items():
+            self.scored(weight, *scored)
+        self._begun.clear()
         if self.is_on and update_interval != self._interval:
             self._interval = update_interval
             self._write({"step": step, "update_interval": update_interval})

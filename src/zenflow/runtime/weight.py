@@ -64,7 +64,7 @@ class Weight:
             chosen = platform.device.read(scored)
             self.selection = Selection.begin(chosen, interval, step, self.index)
             if energies is not None:
-                writer.scored(self.name, step, platform.device.read(energies), chosen)
+                writer.begun(self.name, step, platform.device.read(energies), chosen)
         for segment in self.segments:
             segment.begin(platform, chosen)
         self.seen = identity(self.param)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: if the log cannot be read or the plots not written.
     """
     path = Path(arguments.log).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         path /= SELECTION_LOG
     log, found = _read(path)
     if arguments.json:
@@ -119,7 +120,12 @@ def _verdict(whole: Finding) -> list[str]:
             + (
                 "it lasts."
                 if whole.captured_before > 0.8 * whole.captured
-                else "it ages; a smaller select_interval would follow faster."
+                else "it ages"
+                + (
+                    "; a smaller select_interval would follow faster."
+                    if whole.lag > 1
+                    else " within a step, and no select_interval follows faster."
+                )
             )
         )
     return lines

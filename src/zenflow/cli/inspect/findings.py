@@ -1,18 +1,22 @@
 """What a selection log says: pure functions of it."""
 
 import itertools
+import math
 import re
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from statistics import fmean
 
 from zenflow.core.selection_log import Scoring, SelectionLog
 
 ALL = "all"
 _MAX_POINTS = 40
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_Kept = dict[int, tuple[float, int]]
+"""Of one weight, by lag: the shares behind :attr:`Finding.kept` added up, and how many they are."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.[^.]+\.)")
+"""Of a layer: inside a name, or ahead of it if a part of the layer follows (``0.weight`` is a layer of its
+own kind)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +59,19 @@ def findings(log: SelectionLog) -> list[Finding]:
     names = {scoring.weight for scoring in log.scorings}
     kinds = kinds_of(names)
     by_kind: dict[str, list[Scoring]] = defaultdict(list)
+    runs: dict[str, list[Scoring]] = defaultdict(list)
     for scoring in log.scorings:
         by_kind[kinds[scoring.weight]].append(scoring)
-    found = [_finding(kind, by_kind[kind]) for kind in sorted(by_kind)]
-    return [_finding(ALL, log.scorings), *found]
+        runs[scoring.weight].append(scoring)
+    kept = {weight: _kept(run) for weight, run in runs.items()}
+    found = [_finding(kind, by_kind[kind], kept) for kind in sorted(by_kind)]
+    return [_finding(ALL, log.scorings, kept), *found]
 
 
 def kinds_of(names: Iterable[str]) -> dict[str, str]:
     """The layer type of each weight: its name with a star for each number, without what all share at
     the front and without ``.weight``. Where layers begin, nothing more is left out."""
-    kinds = {name: _NUMBER.sub("*", name).removesuffix(".weight") for name in names}
+    kinds = {name: _NUMBER.sub("*", _shown(name)).removesuffix(".weight") for name in names}
     parts = [kind.split(".") for kind in set(kinds.values())]
     front = 0
     while all(len(p) > front + 1 and p[front] == parts[0][front] for p in parts):
@@ -74,45 +81,67 @@ def kinds_of(names: Iterable[str]) -> dict[str, str]:
     return {name: ".".join(kind.split(".")[front:]) for name, kind in kinds.items()}
 
 
-def _finding(kind: str, scorings: Sequence[Scoring]) -> Finding:
+def _shown(name: str) -> str:
+    """What a terminal and an SVG can show of it."""
+    return "".join(c if c.isprintable() else "?" for c in name)
+
+
+def _finding(kind: str, scorings: Sequence[Scoring], kept: Mapping[str, _Kept]) -> Finding:
     runs: dict[str, list[Scoring]] = defaultdict(list)
     for scoring in scorings:
         runs[scoring.weight].append(scoring)
     again = [s for s in scorings if s.captured_before is not None]
     lags = [b.step - a.step for run in runs.values() for a, b in itertools.pairwise(run)]
-    top1, top5, top10 = (mean(s.shares[i] for s in scorings) for i in range(3))
+    top1, top5, top10 = (fmean(s.shares[i] for s in scorings) for i in range(3))
     return Finding(
         kind=kind,
         weights=len(runs),
         shares=(top1, top5, top10),
-        selected=mean(s.chosen.bit_count() / s.channels for s in scorings),
-        captured=mean(s.captured for s in scorings),
-        captured_before=mean(s.captured_before or 0.0 for s in again) if again else None,
-        lag=mean(lags) if lags else None,
-        kept=_kept(list(runs.values())),
+        selected=fmean(s.chosen.bit_count() / s.channels for s in scorings),
+        captured=fmean(s.captured for s in scorings),
+        captured_before=fmean(s.captured_before or 0.0 for s in again) if again else None,
+        lag=fmean(lags) if lags else None,
+        kept=_means([kept[weight] for weight in runs]),
         skew=_over_time(scorings),
     )
 
 
-def _kept(runs: Sequence[Sequence[Scoring]]) -> dict[int, float]:
-    kept: dict[int, list[float]] = defaultdict(list)
-    for run in runs:
-        steps = [scoring.step for scoring in run]
-        lag = 1
-        while lag <= steps[-1] - steps[0]:
-            for early in run:
-                later = _nearest(run, steps, early.step + lag)
-                if later is not None and lag / 1.5 < later.step - early.step < lag * 1.5:
-                    both = (early.chosen & later.chosen).bit_count()
-                    kept[lag].append(both / max(1, early.chosen.bit_count()))
-            lag *= 2
-    return {lag: mean(kept[lag]) for lag in sorted(kept)}
+def _means(kept: Sequence[_Kept]) -> dict[int, float]:
+    lags = sorted({lag for each in kept for lag in each})
+    found = {lag: [each[lag] for each in kept if lag in each] for lag in lags}
+    return {
+        lag: math.fsum(total for total, _ in each) / sum(num for _, num in each)
+        for lag, each in found.items()
+    }
 
 
-def _nearest(run: Sequence[Scoring], steps: Sequence[int], step: int) -> Scoring | None:
-    place = bisect_left(steps, step)
-    near = run[max(0, place - 1) : place + 1]
-    return min(near, key=lambda scoring: abs(scoring.step - step), default=None)
+def _kept(run: Sequence[Scoring]) -> _Kept:
+    kept: _Kept = {}
+    steps = [scoring.step for scoring in run]
+    lag = 1
+    while lag <= steps[-1] - steps[0]:
+        shares = []
+        place = 0
+        for early in run:
+            while place < len(steps) and steps[place] < early.step + lag:
+                place += 1
+            later = _nearest(run, place, early.step + lag)
+            if lag / 1.5 < later.step - early.step < lag * 1.5:
+                both = (early.chosen & later.chosen).bit_count()
+                shares.append(both / max(1, early.chosen.bit_count()))
+        if shares:
+            kept[lag] = math.fsum(shares), len(shares)
+        lag *= 2
+    return kept
+
+
+def _nearest(run: Sequence[Scoring], place: int, step: int) -> Scoring:
+    """To ``step``, which the scorings before ``place`` lie before; the earlier of two as near."""
+    if place == len(run):
+        return run[-1]
+    if place and step - run[place - 1].step <= run[place].step - step:
+        return run[place - 1]
+    return run[place]
 
 
 def _over_time(scorings: Sequence[Scoring]) -> list[tuple[float, float]]:
@@ -122,6 +151,6 @@ def _over_time(scorings: Sequence[Scoring]) -> list[tuple[float, float]]:
     for scoring in scorings:
         bins[int((scoring.step - first) / width)].append(scoring)
     return [
-        (mean(s.step for s in part), mean(s.shares[2] for s in part))
+        (fmean(s.step for s in part), fmean(s.shares[2] for s in part))
         for _, part in sorted(bins.items())
     ]
